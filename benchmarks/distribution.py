@@ -49,7 +49,7 @@ def rows(compress: list[str]) -> dict[str, dict[str, Any] | None]:
         EXACT: None,
         OTHERS: None,
         **dict(displaced(n, "fixed(1)") for n in (2, 4, 8)),
-        **dict([displaced(4, "fixed(0)"), displaced(4, "fixed(4)"), displaced(8, "first_last(1, 2)")]),
+        **dict([displaced(4, "fixed(0)"), displaced(4, "fixed(4)"), displaced(8, "steps(0 18 19)")]),
         **dict(displaced(4, "fixed(1)", name) for name in compress),
         "PipeFusion, 4 patches, fixed(1)": {"patches": 4, "warmup": "fixed(1)"},
         "naive, N = 4, fixed(1)": {"ring": 4, "exchange": "naive", "warmup": "fixed(1)"},

@@ -32,10 +32,6 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "patches=4, 1 rank": (1, {"patches": 4, "warmup": "fixed(1)"}),
     "pipe=2, patches=2": (2, {"pipe": 2, "patches": 2, "warmup": "fixed(1)"}),
     "pipe=2, patches=4": (2, {"pipe": 2, "patches": 4, "warmup": "fixed(1)"}),
-    "pipe=2, patches=4, stages=measured": (
-        2,
-        {"pipe": 2, "patches": 4, "stages": "measured", "warmup": "fixed(1)"},
-    ),
     "pipe=2, patches=8": (2, {"pipe": 2, "patches": 8, "warmup": "fixed(1)"}),
 }
 BASELINE = "diffusers, 1 rank"

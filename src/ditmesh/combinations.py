@@ -6,7 +6,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from .errors import ConfigError
-from .staleness.policy import forms as warmup_forms
+from .staleness.policy import FORMS_WITHOUT_DRIFT
 from .staleness.policy import parse as parse_warmup
 
 if TYPE_CHECKING:
@@ -46,12 +46,6 @@ def _check_shard(config: ParallelConfig) -> None:
             + (f"shard={' or '.join(map(str, fitting))}" if fitting else "ulysses, ring, cfg or data with it")
             + (", or tensor or pipe to cut the weights" if not fitting else "")
         )
-    if config.shard > 1 and config.pipe > 1 and (config.stages == "measured" or config.speeds == "auto"):
-        raise ConfigError(
-            f"shard={config.shard} cuts the weights of blocks that stages={config.stages!r} and "
-            f"speeds={config.speeds!r} would move once they are measured; give the stages as numbers, or leave them "
-            "'estimated'"
-        )
     if config.shard > 1 and config.reproducible and config.stages_or_patches and config.data > 1:
         raise ConfigError(
             f"shard={config.shard} needs as many calls on every rank, and with reproducible=True data={config.data} "
@@ -73,6 +67,11 @@ def _check_speeds(config: ParallelConfig) -> None:
                 f"speeds={list(config.speeds)} are {len(config.speeds)}, but ring={config.ring} x "
                 f"ulysses={config.ulysses} is {config.sequence} sequence ranks; give one speed for each"
             )
+    if config.speeds == "auto" and config.pipe > 1:
+        raise ConfigError(
+            f"speeds='auto' moves tokens between sequence ranks, and with pipe={config.pipe} speeds are those of the "
+            "stages; give numbers, such as 2,1, or the blocks of every stage (stages)"
+        )
     if config.speeds is not None and config.pipe == 1 and config.stages_or_patches:
         raise ConfigError(
             f"speeds={config.speeds!r} have nothing to share out with patches={config.patches} and one stage: a "
@@ -85,7 +84,7 @@ def _check_stages(config: ParallelConfig) -> None:
         if len(config.stages) != config.pipe or min(config.stages) < 1:
             raise ConfigError(
                 f"stages={list(config.stages)} are not the blocks of pipe={config.pipe} stages; give one number from 1 "
-                "up for each, or 'estimated' or 'measured'"
+                "up for each, or leave stages out"
             )
         if config.speeds is not None:
             raise ConfigError(
@@ -94,7 +93,11 @@ def _check_stages(config: ParallelConfig) -> None:
 
 
 def _check_stale(config: ParallelConfig) -> None:
-    parse_warmup(config.warmup)
+    if parse_warmup(config.warmup).reads_drift and config.stages_or_patches:
+        raise ConfigError(
+            f"warmup={config.warmup!r} decides by the drift of all keys, and patches of a step are still on their way "
+            f"when the next one begins; with pipe or patches use {FORMS_WITHOUT_DRIFT}"
+        )
     if config.stale_exchange and config.ulysses > 1:
         raise ConfigError(
             f"exchange={config.exchange!r} runs on the ring axis, not with ulysses={config.ulysses}; "
@@ -158,9 +161,4 @@ def _check_reproducible_patches(config: ParallelConfig) -> None:
             f"with pipe or patches cfg={config.cfg} makes exact steps that one device would not: a branch that "
             "moves to another rank has no keys of the previous step; with reproducible=True use more stages (pipe) "
             "or data for these ranks, or leave pipe and patches out"
-        )
-    if getattr(parse_warmup(config.warmup), "reads_drift", True):
-        raise ConfigError(
-            f"warmup={config.warmup!r} decides by the drift of all images of a call, so that an image would "
-            f"depend on the others; with reproducible=True use {warmup_forms(reads_drift=False)}"
         )

@@ -136,18 +136,17 @@ class ParallelConfig(BaseModel):
             depends on it, but not on the number of stages; ``patches=4`` without stages gives the image of
             ``pipe=4, patches=4`` on one device.
         warmup: the policy of synchronous (exact) steps of a stale strategy: ``"fixed(4)"``, ``"sqrt(2)"``,
-            ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(0.05)"``: see docs/staleness.md.
+            ``"adaptive(0.05)"`` or ``"steps(0 5)"``: see docs/staleness.md.
         compress: the compression of displaced keys and values; default: none. ``"int4"`` sends what is new since the
             last message in four bits a number: see docs/staleness.md.
         predict: what stands for displaced keys and values of the step in progress. ``"linear"``, the default with
             ``exchange="displaced"``: those of the previous step, moved on by half of their latest change; ``"none"``:
             those of the previous step as they are: see docs/staleness.md.
         stages: the number of blocks of every stage. ``"estimated"``: by the weights that image tokens pass through.
-            ``"measured"``: estimated at first; the first call times one block of every kind, and blocks move if another
-            split is faster. Or numbers, ``(5, 7)``. The result stays the same.
+            Or numbers, ``(5, 7)``. The result stays the same.
         speeds: relative speeds of the sequence ranks, ``(2, 1)``: a faster rank gets more tokens; with ``pipe`` those
-            of the stages: a faster stage gets more blocks. The result stays the same. ``"auto"`` measures them while
-            the first steps run.
+            of the stages: a faster stage gets more blocks. The result stays the same. ``"auto"`` measures those of
+            sequence ranks while the first steps run.
         reproducible: the same bits on any number of devices, with even or uneven shares: token-local work runs tile by
             tile, attention per head and tile over keys in the order of one device, rows of the batch one by one.
             The reference is one device with the same setting. With PipeFusion the patches replace the tiles:
@@ -233,10 +232,10 @@ class ParallelConfig(BaseModel):
         ),
     ] = Field(default=None, ge=1, le=MAX_DEGREE)
     stages: Annotated[
-        tuple[int, ...] | Literal["estimated", "measured"],
+        tuple[int, ...] | Literal["estimated"],
         Setting(
-            "Set the number of blocks of every stage, or measure it.",
-            form="5,7|measured",
+            "Set the number of blocks of every stage.",
+            form="5,7",
             untrained="training has no stages; leave it out",
         ),
     ] = "estimated"

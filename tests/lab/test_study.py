@@ -347,19 +347,19 @@ def test_taps_change_nothing(tmp_path):
 
 @pytest.mark.matrix
 def test_pipefusion(tmp_path, capsys):
-    """Patches in one process; the policy of single steps reaches them, and so does one that measures drift."""
-    options = [*OPTIONS, "--strategy", "pipefusion", "--warmup", "1,3,steps(0 2),adaptive(9)"]
+    """Patches in one process; the policy of single steps reaches them."""
+    options = [*OPTIONS, "--strategy", "pipefusion", "--warmup", "1,3,steps(0 2)"]
     data = study(capsys, tmp_path, *options)
-    one, every, given, adaptive = data["table"]
-    assert [row["synchronous"]["value"] for row in data["table"]] == [1, 3, 2, 1]
-    assert adaptive["psnr"]["value"] == one["psnr"]["value"]
+    one, every, given = data["table"]
+    assert [row["synchronous"]["value"] for row in data["table"]] == [1, 3, 2]
     assert one["psnr"]["value"] < given["psnr"]["value"] < 90 < every["psnr"]["value"]
     cells = json.loads((tmp_path / "results.json").read_text())["cells"]
     (first,) = [cell for cell in cells if cell["cell"]["warmup"] == "fixed(1)"]
     assert first["same_latents"][0] < 1e-4 < 1e-3 < min(first["same_latents"][1:])
     drifts = [step["drift"] for step in first["steps"]]
-    assert drifts[0] == {}
-    assert all(drifts[1:])
+    # The first stale step is cut into other patches than the step before.
+    assert drifts[:2] == [{}, {}]
+    assert all(drifts[2:])
 
 
 @pytest.mark.matrix
@@ -372,7 +372,7 @@ def test_two_processes(tmp_path, capsys):
 
 
 def test_lists():
-    assert plan.split_list("1,sqrt(2),first_last(2, 1)", "--warmup") == ["1", "sqrt(2)", "first_last(2, 1)"]
+    assert plan.split_list("1,sqrt(2),adaptive(2, 1)", "--warmup") == ["1", "sqrt(2)", "adaptive(2, 1)"]
     assert plan.read_warmups("0,20,40,sqrt(2),20", 16) == ("fixed(0)", "fixed(16)", "sqrt(2)")
     assert plan.read_warmups("steps(0 2)", 16) == ("steps(0 2)",)
     assert plan.read_devices("2, 8") == (2, 8)

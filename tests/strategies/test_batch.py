@@ -90,13 +90,6 @@ def test_sequential_guidance_runs_one_branch_per_rank(ranks):
         assert error < TOLERANCE
 
 
-def test_more_ranks_than_branches(ranks):
-    """Two branches on three ranks: the third runs the second one along."""
-    for count, error in ranks(3).run(forwards, "flux", {"cfg": 3}, [1], 6):
-        assert count == 7
-        assert error < TOLERANCE
-
-
 def test_batched_guidance_is_one_call_of_half_the_rows(ranks):
     for count, error in ranks(2).run(forwards, "sd3", {"cfg": 2}, [1], 6):
         assert count == 6
@@ -164,29 +157,6 @@ def test_three_branches(ranks, cfg, runs):
     assert all(error < TOLERANCE for _, error in results)
 
 
-def other_scales(config: dict[str, Any], steps: int) -> float:
-    """Guidance in two calls a step, each with a scale of its own for the adapter; the error against one device."""
-    model, made = copy.deepcopy(tiny("SD3")), inputs("SD3", RAGGED)
-    load(model, adapter("SD3", 1), "a")
-    texts = made["encoder_hidden_states"], torch.zeros_like(made["encoder_hidden_states"])
-
-    def sample() -> torch.Tensor:
-        latents = made["hidden_states"]
-        for step in range(steps):
-            given = {**made, "hidden_states": latents, "timestep": torch.full((2,), 900 - 100 * step)}
-            predictions = []
-            for text, scale in zip(texts, (1.0, 0.25), strict=True):
-                model.set_adapters("a", scale)
-                predictions.append(model(**given | {"encoder_hidden_states": text, "return_dict": False})[0])
-            latents = latents - 0.1 * (2 * predictions[0] - predictions[1])
-        return latents
-
-    with torch.no_grad():
-        truth = sample()
-        with ditmesh.parallelized(model, config):
-            return relative_error(sample(), truth)
-
-
 def test_whatever_changes_an_adapter_or_a_hook_is_part_of_what_calls_are_compared_by():
     """Calls of one step that differ in it are not run ahead of one another."""
     model, arguments = copy.deepcopy(tiny("SD3")), Arguments(("hidden_states",), (), {})
@@ -226,10 +196,6 @@ def test_a_branch_that_was_run_ahead_counts_if_all_its_arguments_are_as_predicte
         assert counts({"text": one, "scale": 2.0}, {"text": one.clone(), "scale": 2.0})
         for given in ({"text": other}, {"text": one[:1]}, {"text": one.double()}, {"text": one, "scale": 3.0}, {}):
             assert not counts(given, {"text": one, "scale": 2.0} if "scale" in given else {"text": one})
-
-
-def test_a_scale_that_changes_from_call_to_call_is_noticed(ranks):
-    assert max(ranks(2).run(other_scales, {"cfg": 2}, 4)) < TOLERANCE
 
 
 def written_over(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -381,35 +347,3 @@ def test_strict_inputs_are_refused_by_name(ranks, what, field):
 def test_different_pipelines_are_refused(ranks, what, policy):
     for message in ranks(2).run(disagreeing, what, policy):
         assert f"the ranks disagree on {what} (rank 1 differs from rank 0)" in message
-
-
-def without_generator() -> torch.Tensor:
-    """No generator given: the noise comes from each process's default one."""
-    import torch.distributed as dist
-
-    torch.manual_seed(100 + dist.get_rank())
-    pipe = MAKERS["sd3"]()
-    with ditmesh.parallelized(pipe, {"ulysses": 2}):
-        made = arguments("sd3", [1])
-        del made["generator"]
-        return draw(pipe, made)
-
-
-def test_without_a_generator_all_ranks_draw_rank_0s_noise(ranks):
-    first, second = ranks(2).run(without_generator)
-    assert torch.equal(first, second)
-
-
-def restored() -> bool:
-    pipe = MAKERS["sd3"]()
-    before = (type(pipe), dict(vars(pipe)), dict(vars(pipe.transformer)))
-    ditmesh.parallelize(pipe, {"data": 2})
-    assert type(pipe) is not before[0]
-    assert type(pipe).__name__ == "StableDiffusion3Pipeline"
-    assert isinstance(pipe, diffusers.StableDiffusion3Pipeline)
-    ditmesh.restore(pipe)
-    return (type(pipe), dict(vars(pipe)), dict(vars(pipe.transformer))) == before
-
-
-def test_restore_is_exact(ranks):
-    assert ranks(2).run(restored) == [True, True]

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 import ditmesh
 from ditmesh.comm import Hosts
-from ditmesh.comm.bundle import Bundles
-from support.models import ODD, RAGGED, inputs, run, variant
+from support.models import ODD, RAGGED, run, variant
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
-from support.stale import displaced, expected_ring_bytes, handler_of, moving, next_step
+from support.stale import displaced, expected_ring_bytes, handler_of, moving
 
 # Ranks of one host without memory in common send over a process group, as ranks of several hosts do.
 APART = {"shared_memory": False, "text": "shard"}
@@ -139,26 +138,6 @@ def test_messages_and_bytes_of_a_step(ranks, compress):
         assert [sent for _, sent in found] == sizes
 
 
-def what_is_sent() -> list[str]:
-    """The operations of a stale step, in order."""
-    model, made = variant("Flux"), inputs("Flux", ODD)
-    events: list[str] = []
-    with ditmesh.parallelized(model, displaced(compress="int8", **APART)):
-        engine = ditmesh.engine_of(model)
-        engine.begin_request(4)
-        for _ in range(3):
-            next_step(model)
-            events.clear()
-            engine.mesh.traffic.observer = lambda axis, kind: events.append(f"{kind} {axis}")
-            run(model, made)
-    return events
-
-
-def test_the_last_bundle_is_not_in_the_way_of_what_ranks_wait_for(ranks):
-    for events in ranks(2).run(what_is_sent):
-        assert events == ["all_gather_async ring", "all_gather sequence", "all_gather_async ring"]
-
-
 class StopError(Exception):
     pass
 
@@ -203,35 +182,3 @@ def test_a_request_that_fails_in_mid_step_leaves_nothing(ranks):
         # Of three that would have travelled together.
         assert unsent == [2]
         assert kept == 0
-
-
-def ended() -> tuple[int, int, bool]:
-    """A request that ends in the middle of a round: messages that were not sent, those sent at the end, and bits."""
-    model, made = variant("Flux", num_layers=4, num_single_layers=4), inputs("Flux", ODD)
-    with ditmesh.parallelized(model, displaced(compress="int8", **APART)):
-        engine = ditmesh.engine_of(model)
-        outputs = []
-        for number in range(2):
-            engine.begin_request(3)
-            for step in range(3):
-                next_step(model)
-                # The last forward's bundle is not flushed, as if the model had not come to its end.
-                held = number == 0 and step == 2
-                keep = mock.patch.object(Bundles, "flush", return_value=None) if held else nullcontext()
-                with keep:
-                    value = run(model, made)
-            outputs.append(value)
-            bundles = handler_of(model).buffers.bundles
-            if number == 0:
-                unsent, before = bundles._open.count, engine.mesh.traffic.calls["ring"]
-            engine.end_request()
-            if number == 0:
-                sent = engine.mesh.traffic.calls["ring"] - before
-    return unsent, sent, torch.equal(*outputs)
-
-
-def test_what_nobody_waits_for_is_not_sent(ranks):
-    for unsent, sent, same in ranks(2).run(ended):
-        assert unsent > 0
-        assert sent == 0
-        assert same

@@ -16,8 +16,6 @@ from ditmesh.comm import codec
 from ditmesh.config import ParallelConfig
 from ditmesh.core.intercept import sdpa
 from ditmesh.layout import layout_of
-from ditmesh.recipe import RECIPE
-from ditmesh.strategies.support import combination
 from support import ruled
 from support.models import KINDS, MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny, variant
 from support.pipelines import MAKERS as PIPELINES
@@ -56,13 +54,6 @@ def test_equals_exact_while_nothing_moves(ranks, name):
         # Sana mixes tokens by modules of its own, which exchange at every step; nothing is kept.
         assert kept == (name != "Sana")
         assert control > 100 * TOLERANCE or name == "Sana"
-
-
-@pytest.mark.parametrize("name", ["DiT", "Flux"])
-def test_three_ranks_uneven(ranks, name):
-    for error, control, _ in ranks(3).run(all_frozen, name, displaced(3), ("shard",)):
-        assert error <= TOLERANCE
-        assert control > 100 * TOLERANCE
 
 
 # --- something moves: one step old -------------------------------------------------------------------------------
@@ -282,15 +273,6 @@ def test_compression_error(name, bound, width):
     assert error.max() > 0
 
 
-def test_compressed_keys_are_nearly_the_same(ranks):
-    for compress, low, high in (("fp16", 0.0, 1e-3), ("bf16", 1e-5, 1e-2), ("int8", 1e-5, 3e-2)):
-        for error, _, _ in ranks(2).run(all_frozen, "Flux", displaced(compress=compress), ("shard",)):
-            assert low < error < high
-    # What is new is nothing.
-    for error, _, _ in ranks(2).run(all_frozen, "Flux", displaced(compress="int4"), ("shard",)):
-        assert error <= TOLERANCE
-
-
 # --- requests ------------------------------------------------------------------------------------------------------
 
 
@@ -363,63 +345,27 @@ def test_with_guidance_and_data(ranks, name, given):
 # --- samplers -----------------------------------------------------------------------------------------------------
 
 
-def pixart(scheduler: Any) -> Any:
-    return diffusers.PixArtAlphaPipeline(
-        tokenizer=None, text_encoder=None, vae=None, transformer=tiny("PixArt"), scheduler=scheduler
-    )
-
-
 SAMPLERS = {
-    "DDIM": lambda: diffusers.DDIMScheduler(clip_sample=False),
-    "DDPM": lambda: diffusers.DDPMScheduler(clip_sample=False),
-    "DPM-Solver++ 1": lambda: diffusers.DPMSolverMultistepScheduler(solver_order=1),
-    "DPM-Solver++ 2": lambda: diffusers.DPMSolverMultistepScheduler(solver_order=2),
-    "DPM-Solver++ 3": lambda: diffusers.DPMSolverMultistepScheduler(solver_order=3),
-    "DPM-Solver++ SDE": lambda: diffusers.DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++"),
-    "DPM-Solver++ singlestep": lambda: diffusers.DPMSolverSinglestepScheduler(),
-    "Euler": lambda: diffusers.EulerDiscreteScheduler(),
-    "Heun": lambda: diffusers.HeunDiscreteScheduler(),
-    "UniPC": lambda: diffusers.UniPCMultistepScheduler(),
-    "flow Euler": lambda: diffusers.FlowMatchEulerDiscreteScheduler(),
-    "flow Heun": lambda: diffusers.FlowMatchHeunDiscreteScheduler(),
+    "flow Euler": diffusers.FlowMatchEulerDiscreteScheduler,
+    "flow Heun": diffusers.FlowMatchHeunDiscreteScheduler,
 }
 STEPS = 4
 
 
-def sampled(sampler: str, config: dict[str, Any], simulate: bool) -> tuple[torch.Tensor, int]:
+def sampled_by(sampler: str, config: dict[str, Any], simulate: bool) -> tuple[torch.Tensor, int]:
     """Final latents, and the steps that the clock has counted."""
-    generator = torch.Generator().manual_seed(0)
-    if sampler.startswith("flow"):
-        pipe = PIPELINES["sd3"]()
-        pipe.scheduler = SAMPLERS[sampler]()
-        made = arguments("sd3", [1], steps=STEPS)
-    else:
-        pipe = pixart(SAMPLERS[sampler]())
-        text = torch.randn(2, 1, 12, 32, generator=torch.Generator().manual_seed(3))
-        made = {
-            "prompt": None,
-            "negative_prompt": None,
-            "prompt_embeds": text[0],
-            "negative_prompt_embeds": text[1],
-            "prompt_attention_mask": torch.ones(1, 12),
-            "negative_prompt_attention_mask": torch.ones(1, 12),
-            "num_inference_steps": STEPS,
-            "height": 64,
-            "width": 64,
-            "generator": generator,
-            "output_type": "latent",
-            "use_resolution_binning": False,
-        }
+    pipe = PIPELINES["sd3"]()
+    pipe.scheduler = SAMPLERS[sampler]()
     with (ditmesh.simulated if simulate else ditmesh.parallelized)(pipe, config):
-        latents = draw(pipe, made)
+        latents = draw(pipe, arguments("sd3", [1], steps=STEPS))
         return latents, len(ditmesh.engine_of(pipe).staleness.steps)
 
 
 def all_sampled(config: dict[str, Any]) -> dict[str, tuple[bool, torch.Tensor, int]]:
     found = {}
     for sampler in SAMPLERS:
-        value, steps = sampled(sampler, config, simulate=False)
-        truth, _ = sampled(sampler, config, simulate=True)
+        value, steps = sampled_by(sampler, config, simulate=False)
+        truth, _ = sampled_by(sampler, config, simulate=True)
         found[sampler] = (torch.equal(value, truth), value, steps)
     return found
 
@@ -451,24 +397,17 @@ def test_wrong_settings(settings, message):
         ParallelConfig(**settings)
 
 
-def test_described():
-    config = ParallelConfig(ring=2, exchange="displaced", warmup="fixed(2)", compress="int8")
-    assert config.describe() == "ring=2 exchange=displaced warmup=fixed(2) compress=int8"
-    assert combination(config, RECIPE) == "displaced"
-    assert combination(ParallelConfig(cfg=2, ring=2, exchange="naive"), RECIPE) == "cfg+naive"
-
-
 def test_a_bare_transformer_must_be_told_the_steps(ranks):
     for message in ranks(2).run(without_steps):
-        assert "warmup='first_last(1, 1)' needs the number of steps" in message
+        assert "warmup='adaptive(1000)' needs the number of steps" in message
 
 
 def without_steps() -> str:
     model = tiny("DiT")
-    with ditmesh.parallelized(model, displaced(2, "first_last(1, 1)")):
+    with ditmesh.parallelized(model, displaced(2, "adaptive(1000)")):
         ditmesh.engine_of(model).begin_request(steps=3)
         outputs(model, "DiT", ODD, 3)
-        assert [synchronous for synchronous, _ in decisions(model)] == [True, False, True]
+        assert [synchronous for synchronous, _ in decisions(model)] == [True, False, False]
         # A rank that refuses ends the communicators, in which the other may still wait for the last step.
         dist.barrier()
         ditmesh.engine_of(model).begin_request()

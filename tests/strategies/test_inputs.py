@@ -144,40 +144,6 @@ def test_flipped_signs_do_not_cancel():
     assert len(seen) == 100
 
 
-class Wrapped(torch.Tensor):
-    """A tensor made of others, as quantised weights are."""
-
-    @staticmethod
-    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Wrapped:
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
-
-    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
-        self.values_, self.scale = values, scale
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["values_", "scale"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Wrapped:
-        return cls(inner["values_"], inner["scale"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].values_, args[0].scale)
-        raise NotImplementedError(f"{func} is not for wrapped tensors")
-
-
-def test_weights_that_wrap_others():
-    model = nn.Linear(4, 4, bias=False)
-    model.weight = nn.Parameter(Wrapped(torch.ones(4, 4, dtype=torch.int8), torch.ones(4)), requires_grad=False)
-    weights = WeightDigests(model)
-    before = weights.look()
-    assert weights.look() == before
-    model.weight.scale[3] = 2.0
-    assert weights.look() != before
-
-
 def test_only_changed_weights_are_hashed_again(monkeypatch):
     model = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
     weights, hashed = WeightDigests(model), []
@@ -346,7 +312,6 @@ def settings_on_rank_1() -> dict[str, str]:
     with ditmesh.parallelized(pipe, {"ulysses": 2}):
         look("nothing", pipe, "vae_scale_factor", pipe.vae_scale_factor)
         look("pipeline", pipe, "vae_scale_factor", 2 * pipe.vae_scale_factor)
-        look("scheduler", pipe.scheduler, "_shift", 2.5)
         look("tokenizer", pipe.tokenizer, "model_max_length", 5)
         look("side", pipe.tokenizer_2, "padding_side", "left")
         look("vae", pipe.vae, "scaling_factor", 2.0, config=True)
@@ -361,7 +326,6 @@ def test_settings_are_refused_by_name(ranks):
     expected = {
         "nothing": "",
         "pipeline": "pipeline settings (rank 1 differs from rank 0): vae_scale_factor.",
-        "scheduler": "scheduler (rank 1 differs from rank 0): _shift.",
         "tokenizer": "tokenizer settings (rank 1 differs from rank 0): model_max_length.",
         "side": "tokenizer_2 settings (rank 1 differs from rank 0): padding_side.",
         "vae": "vae settings (rank 1 differs from rank 0): config.scaling_factor.",
@@ -403,13 +367,6 @@ def test_samplers_that_ask_the_default_generator(ranks):
     # A rank with random numbers of its own keeps them.
     assert torch.equal(after_1, untouched_1)
     assert not torch.equal(after_0, after_1)
-
-
-def test_ranks_with_the_same_random_numbers_stay_in_step(ranks):
-    (error, after_0, untouched), (other, after_1, _) = ranks(2).run(stochastic, (5, 5))
-    assert max(error, other) < TOLERANCE
-    assert torch.equal(after_0, after_1)
-    assert not torch.equal(after_0, untouched)
 
 
 def strict_generators(seeds: tuple[int, int]) -> str:
@@ -537,7 +494,7 @@ def alone(name: str, config: dict[str, Any]) -> list[list[torch.Tensor]]:
         ("sd3", {"data": 2, "cfg": 2}),
         ("flux", {"data": 2, "cfg": 2}),
         ("sd3", {"data": 2, "ulysses": 2}),
-        ("sd3", {"data": 2, "pipe": 2, "warmup": "adaptive(0.05)"}),
+        ("sd3", {"data": 2, "pipe": 2, "warmup": "fixed(2)"}),
     ],
     ids=str,
 )
@@ -551,16 +508,6 @@ def test_every_data_rank_draws_its_own_prompts(ranks, name, config):
         for picture, truth in zip(pictures, truths[2 * rank // world], strict=True):
             assert relative_error(picture, truth) < TOLERANCE
         assert said == []
-
-
-@pytest.mark.parametrize(
-    "config", [{"data": 2}, pytest.param({"data": 2, "ulysses": 2}, marks=pytest.mark.matrix)], ids=str
-)
-def test_prompts_of_their_own_to_the_bit(ranks, config):
-    world = 2 * config.get("ulysses", 1)
-    truths = ranks(1).run(alone, "sd3", {"reproducible": True})[0]
-    for rank, (pictures, _) in enumerate(ranks(world).run(own_prompts, {**config, "reproducible": True}, "sd3")):
-        assert all(map(torch.equal, pictures, truths[2 * rank // world]))
 
 
 def others_weights() -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,64 +132,6 @@ def test_a_group_sees_its_own_times_and_the_slowest_tensor_rank():
             loads.begin_step(TransformerCall(request=0, step=step))
             now[0] += 1.0
     assert moved[0] == ((0.75, 0.25), 6)
-
-
-RECORDED = Path(__file__).with_name("recorded_loads.json")
-
-
-def replayed(slow_from: int = 10**9) -> list[tuple[float, ...]]:
-    """Shares of two ranks in the steps of a recording, whose times go with their shares.
-
-    The recording was made on two cores of a machine with thirty other processes at work: by the clock a rank's steps
-    differ by a factor of two to four from one to the next.
-
-    Args:
-        slow_from: from this step on rank 1 takes twice as long.
-    """
-    steps = json.loads(RECORDED.read_text(encoding="utf-8"))["steps"]
-    shares, made, seen, now, at = [(0.5, 0.5)], [], [0.0], [0.0], [0]
-
-    def post(_: torch.Tensor) -> Any:
-        # What was told is of the step before.
-        told, had = steps[at[0] - 1], made[at[0] - 1]
-        slow = 2.0 if at[0] - 1 >= slow_from else 1.0
-        rows = [told[2 * rank] * 2e-5 * had[rank] * (slow if rank else 1.0) for rank in (0, 1)]
-        return lambda _: torch.tensor([[[rows[0]], [rows[1]]]], dtype=torch.float64)
-
-    def move(speeds: tuple[float, ...], step: int) -> bool:
-        shares.append(speeds)
-        return True
-
-    loads = StepLoads(
-        lambda: seen[0],
-        lambda: shares[-1],
-        ((0, 0, 0), (1, 2, 1)),
-        post,
-        move,
-    )
-    loads._clock = lambda: now[0]
-    with torch.no_grad():
-        for at[0] in range(len(steps)):
-            now[0] += 1.0
-            loads.begin_step(TransformerCall(request=0, step=at[0]))
-            made.append(shares[-1])
-    return made
-
-
-def test_equal_ranks_stay_even_on_a_busy_machine():
-    """Over 1,000 recorded steps."""
-    made = replayed()
-    assert len(made) > 1000
-    assert all(abs(2 * share - 1) <= 0.03 for shares in made for share in shares)
-
-
-def test_one_that_becomes_slow_on_a_busy_machine_is_found():
-    """Steps are short: what counts is a second or so. It gets half as much, and keeps that."""
-    made = replayed(slow_from=300)
-    first = next(step for step, shares in enumerate(made) if shares[1] < 0.4)
-    # Steps of ten milliseconds, of which 0.25 s count together, four times; and those that began before.
-    assert 300 < first <= 300 + 4 * 25 + 20
-    assert all(shares[1] == pytest.approx(1 / 3, abs=0.03) for shares in made[first:])
 
 
 # --- on ranks --------------------------------------------------------------------------------------------------------

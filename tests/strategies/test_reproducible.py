@@ -8,12 +8,10 @@ import pytest
 import torch
 
 import ditmesh
-from ditmesh.core.alignment import aligned
 from ditmesh.core.partition import weighted_cut
 from ditmesh.errors import ConfigError, LayoutError
 from ditmesh.parts.part import whole_of
 from ditmesh.strategies.virtual import ask, run_together
-from support import pipelines
 from support.models import MAKERS, RAGGED, inputs, run, sizes, tiny, variant
 from support.reproducible import digest, forward_bits, pipeline_bits, pipeline_error
 from support.sample import sampled
@@ -80,15 +78,6 @@ def test_pipelines(ranks, family, share):
     """Three prompts, guidance, two steps: the same latents."""
     configs = {world: SEQUENCE.get(world, []) + ROWS.get(world, []) for world in (1, 2, 3, 4, 8)}
     found = gathered(ranks, pipeline_bits, configs if share == "all" else some(family), family)
-    assert len(set(found.values())) == 1, found
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("family", FAMILIES)
-def test_pipelines_in_bfloat16(ranks, family):
-    """Emulated here, and slow: one configuration of each kind."""
-    configs = {1: [{}], 2: [{"ulysses": 2}, {"cfg": 2}], 3: [{"ring": 3}], 8: [{"cfg": 2, "ulysses": 2, "ring": 2}]}
-    found = gathered(ranks, pipeline_bits, configs, family, "bfloat16")
     assert len(set(found.values())) == 1, found
 
 
@@ -219,36 +208,6 @@ def test_patches_on_any_number_of_stages(ranks, name):
     assert [a == b for a, b in zip(digests[0], others, strict=True)] == [True, False, False] * 2
 
 
-def lying(config: dict[str, Any]) -> bool:
-    """Whether every block is given tokens in one piece, beginning where memory of their own would."""
-    model, found = tiny("Flux"), []
-
-    def look(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        for name in ("hidden_states", "encoder_hidden_states"):
-            # Of a patch without text there is nothing to lie anywhere.
-            if kwargs[name].numel():
-                found.append(kwargs[name].is_contiguous() and kwargs[name].data_ptr() % 64 == 0)
-
-    with torch.no_grad(), ditmesh.parallelized(model, {**PATCHES, **config}):
-        # Hooks run in the order they were hung: this one sees what the block is given.
-        blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
-        handles = [block.register_forward_pre_hook(look, with_kwargs=True) for block in blocks]
-        model(**inputs("Flux", RAGGED))
-        found.clear()
-        whole_of(model(**inputs("Flux", RAGGED))[0])
-        for handle in handles:
-            handle.remove()
-    return all(found)
-
-
-def test_tokens_lie_alike_in_every_stage(ranks):
-    """What came in a message and what the block before has left are the same to a kernel."""
-    assert lying({"reproducible": True})
-    assert ranks(2).run(lying, {"pipe": 2, "reproducible": True}) == [True, True]
-    # In fast mode they may lie anywhere.
-    assert not lying({})
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", sampled(["flux", "sd3", "pixart", "dit"], of=2))
 def test_pipelines_in_patches(ranks, family):
@@ -256,30 +215,6 @@ def test_pipelines_in_patches(ranks, family):
     configs = {1: [PATCHES], 2: [{**PATCHES, "pipe": 2}], 4: [{**PATCHES, "pipe": 2, "data": 2}]}
     found = gathered(ranks, pipeline_bits, configs, family)
     assert len(set(found.values())) == 1, found
-
-
-def neighbours(config: dict[str, Any]) -> bool:
-    """Whether the second of two pictures is the same when it is drawn alone, though both have the same prompt."""
-    pipe = pipelines.MAKERS["sd3"]()
-    noise = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(3))
-    with ditmesh.parallelized(pipe, {**PATCHES, **config}, timeout=300):
-        both = pipelines.draw(pipe, {**pipelines.arguments("sd3", [1, 1], steps=3), "latents": noise})
-        one = pipelines.draw(pipe, {**pipelines.arguments("sd3", [1], steps=3), "latents": noise[1:]})
-    return torch.equal(both[1:], one) and not torch.equal(both[:1], both[1:])
-
-
-def test_a_picture_in_patches_does_not_depend_on_those_beside_it(ranks):
-    assert ranks(2).run(neighbours, {"pipe": 2, "reproducible": True}) == [True, True]
-
-
-@pytest.mark.matrix
-def test_the_embedded_model_in_patches(ranks):
-    """Whole pictures on one and two stages."""
-    found = [
-        *ranks(1).run(embedded, reproducible([PATCHES])),
-        *ranks(2).run(embedded, reproducible([{**PATCHES, "pipe": 2}])),
-    ]
-    assert all(one == found[0] for one in found)
 
 
 def state_inside(config: dict[str, Any]) -> dict[str, Any]:
@@ -324,7 +259,7 @@ def test_settings_are_put_back(ranks):
         ),
         ({"patches": 4, "ring": 2}, "ring=2 x ulysses=1 ranks would cut the patches"),
         ({"pipe": 2, "cfg": 2}, "cfg=2 makes exact steps.*use more stages"),
-        ({"pipe": 2, "warmup": "adaptive(0.1)"}, "depend on the others"),
+        ({"pipe": 2, "warmup": "adaptive(0.1)"}, "with pipe or patches use"),
         ({"speeds": (1, 0), "ring": 2}, "above 0"),
         ({"speeds": (1, 2, 3), "ring": 2}, "are 3"),
     ],
@@ -372,15 +307,6 @@ def test_virtual_ranks_meet():
     with pytest.raises(ZeroDivisionError):
         run_together([tidy, lambda: 1 / 0], lambda asked: asked)
     assert left == ["tidied", "tidied"]
-
-
-def test_aligned():
-    """Where a tensor begins is part of what a kernel sees."""
-    whole = torch.arange(100.0)
-    assert aligned(whole) is whole
-    part = aligned(whole[3:])
-    assert part.data_ptr() % 64 == 0
-    assert torch.equal(part, whole[3:])
 
 
 @pytest.mark.matrix

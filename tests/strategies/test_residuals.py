@@ -55,30 +55,6 @@ def test_residuals_are_cut_with_the_tokens(ranks, name, config):
         assert source == "derived"
 
 
-def in_reproducible_mode(name, ulysses):
-    with ditmesh.parallelized(tiny(name), {"ulysses": ulysses, "reproducible": True}):
-        return run(tiny(name), call(name))
-
-
-@pytest.mark.parametrize("name", ["Flux", "HunyuanDiT"])
-def test_the_same_bits_with_residuals(ranks, name):
-    (alone,) = ranks(1).run(in_reproducible_mode, name, 1)
-    for found in ranks(2).run(in_reproducible_mode, name, 2):
-        assert torch.equal(found, alone)
-
-
-def broadcast(config):
-    """A residual that is the same for all tokens."""
-    given = {**inputs("Flux", RAGGED), "controlnet_block_samples": [torch.full((1,), 0.1)]}
-    truth = run(tiny("Flux"), given)
-    with ditmesh.parallelized(tiny("Flux"), config):
-        return relative_error(run(tiny("Flux"), given), truth)
-
-
-def test_a_residual_for_all_tokens_alike(ranks):
-    assert max(ranks(2).run(broadcast, {"ulysses": 2})) <= 1e-5
-
-
 def controlled_pipeline():
     """Stable Diffusion 3 with a ControlNet, of tiny random parts."""
     torch.manual_seed(2)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import signal
-import threading
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -72,93 +70,6 @@ def compared(name: str, config: dict[str, Any], shard: int) -> dict[str, Any]:
         run(model, arguments)
         found["held"] = sharded.held + bytes_of(model)
         found["units"] = len(sharded.units)
-    return found
-
-
-def saved_big(folder: Any, blocks: int = 48) -> int:
-    """Save a class-conditional pipeline with random float32 weights of 10.6 MB a block; the transformer's bytes."""
-    torch.manual_seed(0)
-    model = diffusers.DiTTransformer2DModel(
-        num_attention_heads=6,
-        attention_head_dim=64,
-        in_channels=4,
-        out_channels=8,
-        num_layers=blocks,
-        sample_size=8,
-        patch_size=2,
-        num_embeds_ada_norm=8,
-    )
-    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, layers_per_block=1)
-    diffusers.DiTPipeline(model, vae, diffusers.DDIMScheduler()).save_pretrained(folder)
-    return sum(p.nbytes for p in model.parameters())
-
-
-def anonymous() -> int:
-    """Bytes of this process's private memory (Linux)."""
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-
-class Peak:
-    """The most private memory of this process while inside, above what it had before."""
-
-    def __enter__(self) -> Peak:
-        gc.collect()
-        self._ended, self.bytes, self._before = threading.Event(), 0, anonymous()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.001):
-            self.bytes = max(self.bytes, anonymous() - self._before)
-
-    def __exit__(self, *_: Any) -> None:
-        self._ended.set()
-        self._thread.join()
-        self.bytes = max(self.bytes, anonymous() - self._before)
-
-
-def picture(pipe: Any) -> torch.Tensor:
-    pipe.set_progress_bar_config(disable=True)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        return torch.from_numpy(
-            pipe(
-                class_labels=[1], num_inference_steps=2, guidance_scale=1.0, generator=generator, output_type="np"
-            ).images
-        )
-
-
-def memory_of(folder: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Peaks of loading and of a request, in private memory and in tensors, and the picture."""
-    # Lazy imports are not what is measured.
-    small = ditmesh.load(f"{folder}/small", config, torch_dtype=torch.bfloat16)
-    picture(small)
-    ditmesh.restore(small)
-    del small
-    with Peak() as loading:
-        pipe = ditmesh.load(f"{folder}/big", config, torch_dtype=torch.bfloat16)
-    found: dict[str, Any] = {"load": loading.bytes, "tensors": 0}
-    sharded = ditmesh.engine_of(pipe).models[0].find(ShardedWeights)
-    if sharded is not None:
-
-        def count(*_: Any) -> None:
-            coming = sum(m.nbytes for _, lent in sharded._pending.values() for (m,) in lent)
-            pieces = {unit.piece.data_ptr(): unit.piece.nbytes for unit in sharded.units}
-            for p in pipe.transformer.parameters():
-                pieces[p.untyped_storage().data_ptr()] = p.untyped_storage().nbytes()
-            found["tensors"] = max(found["tensors"], sum(pieces.values()) + coming)
-
-        for block in pipe.transformer.transformer_blocks:
-            block.norm1.register_forward_pre_hook(count)
-    with Peak() as step:
-        found["picture"] = picture(pipe)
-    found["step"] = step.bytes + step._before - loading._before
-    ditmesh.restore(pipe)
-    if sharded is not None:
-        whole = type(pipe).from_pretrained(f"{folder}/big", torch_dtype=torch.bfloat16)
-        found["restored"] = same_bits(bits(whole.transformer), bits(pipe.transformer))
     return found
 
 

@@ -268,7 +268,7 @@ def test_every_sensible_configuration(model):
     [
         ("ulysses=2 cfg=2 reproducible", {"ulysses": 2, "cfg": 2, "reproducible": True}),
         ("ring=2  speeds=2,1", {"ring": 2, "speeds": (2.0, 1.0)}),
-        ("pipe=2 warmup=first_last(2, 1)", {"pipe": 2, "warmup": "first_last(2, 1)"}),
+        ("pipe=2 warmup=steps(0 5)", {"pipe": 2, "warmup": "steps(0 5)"}),
         ("ring=2 exchange=displaced compress=int8", {"ring": 2, "exchange": "displaced", "compress": "int8"}),
         ("tiles=4 reproducible=false", {"tiles": 4}),
     ],

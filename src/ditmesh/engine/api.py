@@ -15,7 +15,6 @@ from ..config import ParallelConfig
 from ..errors import ConfigError, HostsWarning, InputError, LayoutError
 from ..layout import TokenLayout, layout_of
 from ..layout.derive import block_lists
-from ..layout.types import GIVEN
 from ..recipe import RECIPE, Recipe, checking
 from ..recipe import check_recipe as check_all
 from ..strategies import support
@@ -98,12 +97,11 @@ def parallelize(
     owns_mesh = mesh is None
     mesh = Mesh(config, device_of(models[0]), timeout) if mesh is None else _fitting(mesh, config, models[0])
     _warn_of_hosts(mesh)
-    shown = len(pairs) == len(models) and not (config.cuts_weights and any(one.source == GIVEN for _, one in pairs))
     applied = (*recipe, LoadedAdapters, ControlNets)
-    if shown:
+    if len(pairs) == len(models):
         Engine(pairs, config, mesh, owns_mesh, applied).open(target)
     else:
-        first = FirstCall(models, layouts, config, mesh, owns_mesh, applied)
+        first = FirstCall(models, config, mesh, owns_mesh, applied)
         if not isinstance(target, nn.Module):
             first.attach(target)
     return target

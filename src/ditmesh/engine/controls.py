@@ -35,7 +35,7 @@ class ControlNets(Strategy):
     def attach(self, pipe: Any, undo: ExitStack) -> None:
         for network in controls(pipe):
             if ENGINE not in vars(network):
-                first = FirstControl([network], [], self.context.config, self.context.job, False, CONTROL_RECIPE)
+                first = FirstControl([network], self.context.config, self.context.job, False, CONTROL_RECIPE)
                 undo.callback(first.detach, network)
 
 
@@ -50,7 +50,7 @@ class FirstControl(FirstCall):
     def _around_call(self, model: Any, proceed: Proceed, arguments: Arguments) -> Any:
         """Derive the layout in the first call; a module that cannot be cut runs whole."""
         try:
-            self._begin(self._told(model, proceed, arguments)[0] or [])
+            self._begin(self._derive(model, proceed, arguments))
         except (ConfigError, LayoutError):
             self._undo.close()
             return proceed(arguments)

@@ -294,8 +294,8 @@ class Engine:
 
     @property
     def balances(self) -> list[Balance]:
-        """Speeds of the sequence ranks, or of the stages, one per transformer; see `rebalance`."""
-        return next((found for strategy in self.strategies if (found := strategy.balances())), [])
+        """Speeds of the sequence ranks, one per transformer; see `rebalance`."""
+        return next((one.balances() for one in self.strategies if isinstance(one, TokenStrategy)), [])
 
     @property
     def loads(self) -> list[StepLoad]:
@@ -326,20 +326,12 @@ class Engine:
         return None if self.control is None else self.control.log
 
     def rebalance(self) -> None:
-        """Measure speeds again at the next call. Call it on all ranks.
-
-        The speed of every sequence rank (``speeds="auto"``); with stages, at the beginning of the next request, their
-        speeds and the cost of every kind of block (``stages="measured"``).
+        """Measure the speed of every sequence rank again at the next call. Call it on all ranks.
 
         Raises:
             ConfigError: nothing is measured.
         """
-        config = self.config
-        if config.speeds != "auto" and config.stages != "measured":
-            given = f"stages={config.stages!r} and speeds={config.speeds!r}"
-            raise ConfigError(
-                f"{given if config.pipe > 1 else f'speeds={config.speeds!r}'} are not measured; use speeds='auto'"
-                + (" or stages='measured'" if config.pipe > 1 else "")
-            )
+        if self.config.speeds != "auto":
+            raise ConfigError(f"speeds={self.config.speeds!r} are not measured; use speeds='auto'")
         for balance in self.balances:
             balance.wanted = len(balance.speeds) > 1

@@ -14,17 +14,13 @@ from torch.utils._pytree import tree_leaves
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.arguments import Arguments, given
+from ..core.generators import default_states, set_default_states
 from ..core.patching import CallChain, Proceed
 from ..core.request import PipelineCall
 from ..errors import InputError, LayoutError
 from ..layout import TokenLayout
-from ..layout.between import fresh
-from ..layout.derive import derive_layout, derive_rows, without_hooks
-from ..layout.forms import form_of
-from ..layout.types import CallForm
+from ..layout.derive import derive_layout, derive_rows
 from ..recipe import Recipe, check_recipe
-from ..strategies.checked import LayoutCheck, check_same, result_error
-from ..strategies.inputs import default_states, set_default_states
 from ..strategies.tokens import KnownForms
 from .engine import Engine
 from .targets import mark
@@ -42,20 +38,18 @@ class _Derived(BaseException):
 
 
 class FirstCall:
-    """Waits for the first call of transformers, and derives their layouts or the output of one device from it.
+    """Waits for the first call of transformers, and derives their layouts from it.
 
     Until then it stands where the engine will be. Inside a pipeline the call is broken off, the engine opened, random
     generators set back to where they stood, and the pipeline called again with the same arguments.
 
     Args:
-        layouts: of the models with a known layout, to be compared with one device before weights are cut.
         config, mesh, owns_mesh, recipe: as for the engine.
     """
 
     def __init__(
         self,
         models: Sequence[nn.Module],
-        layouts: Sequence[TokenLayout | None],
         config: ParallelConfig,
         mesh: Mesh,
         owns_mesh: bool,
@@ -63,10 +57,6 @@ class FirstCall:
     ) -> None:
         self.models, self.config, self.mesh = list(models), config, mesh
         self._owns_mesh, self._recipe = owns_mesh, recipe
-        known = [layout for layout in layouts if layout is not None]
-        self._layouts = known if len(known) == len(self.models) else []
-        # The output of one device, by transformer (its `id`) and form of call.
-        self._alone: dict[int, dict[CallForm, Any]] = {}
         self._tokens_whole = not (KnownForms.cuts_tokens(config) or config.tensor > 1)
         self._undo = ExitStack()
         self._pipes: list[Any] = []
@@ -105,16 +95,13 @@ class FirstCall:
             self.mesh.close()
 
     def _begin(self, layouts: list[TokenLayout]) -> Engine:
-        """Open the engine for these layouts; it compares later calls with what one device returned."""
+        """Open the engine for these layouts."""
         self._undo.close()
         pairs = list(zip(self.models, layouts, strict=True))
         check_recipe(self._recipe, self.config, pairs)
         engine = Engine(pairs, self.config, self.mesh, self._owns_mesh, self._recipe)
         target, *others = self._pipes or self.models[:1]
         engine.open(target)
-        for model in engine.models:
-            if (layout_check := model.find(LayoutCheck)) is not None:
-                layout_check.alone.update(self._alone.get(id(model.model), {}))
         for pipe in others:
             engine.attach(pipe)
         return engine
@@ -139,19 +126,14 @@ class FirstCall:
 
     def _around_call(self, model: nn.Module, proceed: Proceed, arguments: Arguments) -> Any:
         """Derive the layout in the first call, and run the call with it."""
-        layouts, output = self._told(model, proceed, arguments)
-        if layouts is None:
-            return output
+        layouts = self._derive(model, proceed, arguments)
         if self._inside:
             raise _Derived(layouts)
         self._begin(layouts)
         return model(*arguments.args, **arguments.kwargs)
 
-    def _told(self, model: nn.Module, proceed: Proceed, arguments: Arguments) -> tuple[list[TokenLayout] | None, Any]:
-        """The layout of every transformer, derived from a call or checked by it. Collective.
-
-        None while other transformers are to be called yet; then what the call returned.
-        """
+    def _derive(self, model: nn.Module, proceed: Proceed, arguments: Arguments) -> list[TokenLayout]:
+        """The layout of every transformer, derived from a call. Collective."""
         names, args = arguments.names, arguments.args
         call = dict(zip(names, args, strict=False)) | arguments.kwargs
         told = given(type(model).forward, call)
@@ -160,21 +142,11 @@ class FirstCall:
             return proceed(Arguments(names, (), named))
 
         answer: TokenLayout | str
-        output: Any = None
         failed: Exception | None = None
         try:
             if len(args) > len(names):
                 raise LayoutError(f"{type(model).__name__} was given arguments without names; pass them by name")
-            if self._layouts:
-                answer = self._layouts[self.models.index(model)]
-                with torch.no_grad():
-                    output = forward(**fresh(told))
-                from .simulation import in_parts
-
-                with torch.no_grad(), without_hooks(model):
-                    parts = in_parts(model, answer, fresh(told), self.mesh.device)
-                check_same(type(model).__name__, [result_error(parts, output)])
-            elif self._tokens_whole:
+            if self._tokens_whole:
                 answer = derive_rows(model, None, told, forward)
             else:
                 _, answer = derive_layout(model, told, forward)
@@ -184,17 +156,11 @@ class FirstCall:
             # An error of the model itself: the other ranks do not wait for this one.
             failed, answer = error, f"another rank failed in the first call of {type(model).__name__}: {error}"
         try:
-            layouts = self._agreed(model, answer)
+            return self._agreed(model, answer)
         except LayoutError:
             if failed is not None:
                 raise failed from None
             raise
-        if not self._layouts:
-            return layouts, None
-        form = form_of(arguments)
-        self._alone.setdefault(id(model), {})[form] = output
-        others = self._inside and len(self._alone) < len(self.models)
-        return (None if others else self._layouts), output
 
     def _agreed(self, model: nn.Module, answer: TokenLayout | str) -> list[TokenLayout]:
         """The layout of every transformer, the same on all ranks. Collective."""
@@ -207,9 +173,7 @@ class FirstCall:
                 f"the ranks were given calls of different forms, so that the layouts of {type(model).__name__} derived "
                 "from them differ; pass the same inputs on every rank"
             )
-        others = (
-            [] if self._layouts else [type(other).__name__ for other in self.models if type(other) is not type(model)]
-        )
+        others = [type(other).__name__ for other in self.models if type(other) is not type(model)]
         if others:
             raise LayoutError(
                 f"{type(model).__name__} was called, and the layout of {others[0]} beside it is not known yet; pass "

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
-
-from torch import nn
 
 from ..config import ParallelConfig
 from ..errors import ConfigError
@@ -18,7 +15,7 @@ from ..strategies.simulated import SimulatedExact, SimulatedStale, virtual_mesh
 from ..strategies.stale.warmup import StaleSteps
 from ..strategies.tokens import KnownForms
 from .engine import Engine
-from .targets import ENGINE, ConfigLike, denoisers, device_of, find_layout, given_layout, refuse_twice, restore
+from .targets import ConfigLike, denoisers, device_of, find_layout, given_layout, refuse_twice, restore
 
 T = TypeVar("T")
 
@@ -63,17 +60,3 @@ def simulated(target: T, config: ConfigLike, **options: Any) -> Iterator[T]:
         yield target
     finally:
         restore(target)
-
-
-def in_parts(model: nn.Module, layout: TokenLayout, call: dict[str, Any], device: Any) -> Any:
-    """The result of a transformer with its tokens cut by a layout as for two ranks, in this process."""
-    two = ParallelConfig(ring=2)
-    pairs = [(model, replace(layout, source="reviewed"))]
-    engine = Engine(pairs, two, virtual_mesh(two, device), False, SIMULATION)
-    waiting = vars(model).pop(ENGINE)
-    engine.open(model)
-    try:
-        return model(**call)
-    finally:
-        engine.detach(model)
-        vars(model)[ENGINE] = waiting

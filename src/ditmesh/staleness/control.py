@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import pairwise
 
 import torch
@@ -18,17 +15,12 @@ from .drift import DriftMonitor, drifts_of
 from .policy import Decision, Outlook, PastStep, WarmupPolicy
 from .schedule import even_levels
 
-# Seconds that a failed request waits for pending messages of other ranks.
-MESSAGE_TIMEOUT = 20.0
-
 
 @dataclass
 class StepRecord:
-    """The log of one step.
+    """The log of one step: its number, the policy's decision, and what was measured.
 
     Attributes:
-        step: number, from 0.
-        synchronous, reason: the policy's decision.
         predicted: the error predicted for the step if it is stale, when the policy predicts one.
         drift: relative L2 distance of keys and values from the step before, by block; empty for the first step, and
             where it was not asked for: see `WarmupControl.measure_drift`.
@@ -65,24 +57,15 @@ class StalenessLog:
         return f"{self.synchronous} of {len(self.steps)} steps synchronous"
 
 
-# A sum that is on its way: waits for it, for so long.
-Coming = Callable[[timedelta | None], Tensor]
-
-
 @dataclass
 class _Steps:
     """The steps of one request.
 
     Attributes:
-        log: what was decided.
-        decision: for the step in progress.
         given: number of steps, where no pipeline gives it.
-        outlook: what the policy is told; None before the first step.
         levels: noise levels, as in `Outlook`, once they were asked for; empty where nothing says them.
-        coming, unread: sums of the latest steps, in their order: on their way; and those that are not read before the
-            end.
-        sent, taken: the number of steps with sums that were sent, and with sums that were taken in.
-        reads: whether the policy reads drift.
+        unread: sums of the steps, which are added up over the ranks when the request is over.
+        in_progress: whether a step has begun whose drift is not in the log.
     """
 
     log: StalenessLog = field(default_factory=StalenessLog)
@@ -90,25 +73,12 @@ class _Steps:
     given: int | None = None
     outlook: Outlook | None = None
     levels: tuple[float, ...] | None = None
-    coming: deque[Coming] = field(default_factory=deque)
     unread: list[Tensor] = field(default_factory=list)
-    sent: int = 0
-    taken: int = 0
-    reads: bool = True
+    in_progress: bool = False
 
 
 class WarmupControl:
     """Decides at the beginning of every step whether it is synchronous. Shared by a pipeline's transformers.
-
-    With ``lag`` 0 all ranks are in one step, and the drift of the step before is known when the next one is decided.
-    A pipeline's stages are not: a stage begins a step when the stages behind it have not finished the one before.
-    With ``lag`` 1 every stage sends what it has measured when it begins the next step, and does not wait::
-
-        step begins      sent: sums of    known: sums of
-        t                step t - 1       steps up to t - 2, and of t - 1 if that was synchronous
-
-    After a synchronous step all stages have waited anyway. Which drifts are known is thus the same on all ranks, for
-    any number of stages.
 
     Args:
         devices: ranks that share an image, or patches that stand for them.
@@ -116,11 +86,9 @@ class WarmupControl:
         clock: reports when a step begins.
         noise: noise levels of the request's steps, as in `Outlook`, asked for at its first call by policies that want
             to know.
-        lag: steps that a drift may be late.
-        share: as in `Outlook`.
 
     Attributes:
-        policy: see above; may be replaced between requests.
+        policy: see above; may be replaced between requests on every rank, by one of your own too.
         measure_drift: measure drift for the log though the policy does not read it; from the next request on. It is
             then added up when the request is over, and no step waits for it.
     """
@@ -132,14 +100,12 @@ class WarmupControl:
         monitor: DriftMonitor,
         clock: CallClock,
         noise: Callable[[], tuple[float, ...] | None] = lambda: None,
-        lag: int = 0,
-        share: float | None = None,
     ) -> None:
         self.policy = policy
         self.monitor = monitor
         self.clock = clock
         self.measure_drift = False
-        self._devices, self._share, self._lag = devices, share, lag
+        self._devices = devices
         self._ask_noise = noise
         self._of = RequestValue(_Steps)
         clock.on_step(self._begin_step)
@@ -160,7 +126,7 @@ class WarmupControl:
         Args:
             steps: number of its steps, where no pipeline gives it.
         """
-        self._forget(None)
+        self.monitor.reset()
         self._of.renew()
         self._of.value.given = steps
 
@@ -171,29 +137,23 @@ class WarmupControl:
             RuntimeError: another rank has gone, and nothing was said of a failure.
         """
         of = self._of.value
-        if failed:
-            with suppress(RuntimeError):
-                self._forget(timedelta(seconds=MESSAGE_TIMEOUT))
-            of.coming.clear()
-        elif of.sent < len(of.log.steps):
-            self._send()
-            self._receive(0)
+        if of.in_progress and not failed:
+            self._take_drift()
             if of.unread:
-                self._take(self.monitor.post(torch.stack(of.unread))(None))
-                of.unread.clear()
-            # No sample of it is held any more.
-            self.monitor.reset()
+                self._note(of.log.steps, self.monitor.reduce(torch.stack(of.unread)))
+        of.in_progress = False
+        of.unread.clear()
+        # No sample of it is held any more.
+        self.monitor.reset()
 
     def synchronous(self, known: bool) -> bool:
         """True if a call of this step is synchronous, given whether there are keys of the step before.
 
-        A policy that wants the very first step stale gets it stale, with nothing to be stale on; later on, a call
-        without keys is synchronous.
+        A call without keys is synchronous, whatever the policy wants.
         """
-        if self.decision.synchronous or known or not self.log.steps[0].synchronous:
-            return self.decision.synchronous
-        self.filled()
-        return True
+        if not self.decision.synchronous and not known:
+            self.log.steps[-1].filled += 1
+        return self.decision.synchronous or not known
 
     def make_synchronous(self, reason: str) -> None:
         """Make the step that has just begun synchronous, on all ranks alike, whatever the policy has decided."""
@@ -213,60 +173,33 @@ class WarmupControl:
         latest = of.levels[max(step - 2, 0) : step + 1]
         return all(before != after for before, after in pairwise(latest))
 
-    def filled(self) -> None:
-        """Count a call of this stale step that was synchronous, because it had no keys of the step before."""
-        self.log.steps[-1].filled += 1
-
     def _begin_step(self, _: TransformerCall) -> None:
-        of = self._of.value
-        reads = getattr(self.policy, "reads_drift", True)
-        if not of.log.steps:
+        of, steps = self._of.value, self.log.steps
+        if of.outlook is None:
+            reads = self.policy.reads_drift
             noise = even_levels(of.given) if of.given is not None else None
-            if noise is None and getattr(self.policy, "needs_total", True):
+            if noise is None and reads:
                 noise = self._ask_noise()
-            of.outlook = Outlook(self._devices, noise, self._share)
-            of.reads, self.monitor.active = reads, reads or self.measure_drift
+            of.outlook = Outlook(self._devices, noise)
+            self.monitor.active = reads or self.measure_drift
         else:
-            self._send()
-        steps = of.log.steps
-        self._receive(0 if not steps or steps[-1].synchronous else self._lag)
-        outlook = of.outlook or Outlook(self._devices, share=self._share)
+            self._take_drift()
+        of.in_progress = True
         past = [PastStep(record.synchronous, record.mean_drift) for record in steps]
-        made = of.decision = self.policy.decide(len(steps), outlook, past)
+        made = of.decision = self.policy.decide(len(steps), of.outlook, past)
         steps.append(StepRecord(len(steps), made.synchronous, made.reason, made.predicted))
 
-    def _send(self) -> None:
-        """Send the drift of the finished step, if the policy reads it."""
-        of = self._of.value
-        of.sent += 1
-        if not self.monitor.active:
-            return
-        sums = self.monitor.take()
-        if of.reads:
-            of.coming.append(self.monitor.post(sums))
-        else:
-            of.unread.append(sums)
+    def _take_drift(self) -> None:
+        """Take the drift of the finished step: into the log if the policy reads it, else for the end."""
+        if self.monitor.active:
+            sums = self.monitor.take()
+            if self.policy.reads_drift:
+                self._note(self.log.steps[-1:], self.monitor.reduce(sums).unsqueeze(0))
+            else:
+                self._of.value.unread.append(sums)
 
-    def _receive(self, under_way: int) -> None:
-        """Wait for the sums of all steps but the latest ``under_way``, and take them in."""
-        coming = self._of.value.coming
-        while len(coming) > under_way:
-            self._take(coming.popleft()(None).unsqueeze(0))
-
-    def _take(self, totals: Tensor) -> None:
-        """Take the drifts of the next steps, sums of all ranks (steps, blocks, 2), into the log."""
-        of = self._of.value
-        for drifts in drifts_of(totals):
+    def _note(self, steps: Sequence[StepRecord], totals: Tensor) -> None:
+        """Write the drifts of steps, sums of all ranks (steps, blocks, 2), to the log."""
+        for record, drifts in zip(steps, drifts_of(totals), strict=True):
             by_block = zip(self.monitor.blocks, drifts, strict=True)
-            of.log.steps[of.taken].drift = {name: drift for name, drift in by_block if drift is not None}
-            of.taken += 1
-
-    def _forget(self, timeout: timedelta | None) -> None:
-        """Drop what was measured, but not the log."""
-        self.monitor.reset()
-        of = self._of.value
-        of.unread.clear()
-        of.sent = of.taken = 0
-        of.reads = True
-        while of.coming:
-            of.coming.popleft()(timeout)
+            record.drift = {name: drift for name, drift in by_block if drift is not None}

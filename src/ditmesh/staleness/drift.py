@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -38,20 +37,15 @@ class DriftMonitor:
     That is the same sample one step earlier, or a prediction made of the two steps before.
 
     Args:
-        post: begins to sum a float64 tensor over all ranks, the same bits on each, and returns what waits for the sum:
-            `Link.all_reduce_async`; or, to sum it at once, `summed_by` of `Link.all_reduce`.
+        reduce: sums a float64 tensor over all ranks, the same bits on each: `Link.all_reduce`.
         device: where the sums are kept.
 
     Attributes:
         active: whether anything is measured.
     """
 
-    def __init__(
-        self,
-        post: Callable[[Tensor], Callable[[timedelta | None], Tensor]],
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.post = post
+    def __init__(self, reduce: Callable[[Tensor], Tensor], device: torch.device | str = "cpu") -> None:
+        self.reduce = reduce
         self.active = True
         self._device = torch.device(device)
         self.blocks: list[str] = []
@@ -89,22 +83,14 @@ class DriftMonitor:
             expected = known.sample
             if share and known.before is not None:
                 expected = expected + share * (expected - known.before)
-            self._add(block, sample, expected)
+            of = self._of.value
+            if of.sums is None:
+                of.sums = self._nothing()
+            distance = (sample - expected).square().sum()
+            of.sums[block] += torch.stack([distance, sample.square().sum()]).to(of.sums)
             samples[key] = _Latest(step, sample, None if share is None else known.sample)
         else:
             samples[key] = _Latest(step, sample)
-
-    def compare(self, block: int, now: tuple[Tensor, ...], before: tuple[Tensor, ...], dim: int) -> None:
-        """As `observe`, for those who have kept the tensors of the step before themselves, of the same shapes."""
-        if self.active:
-            self._add(block, _sampled(now, dim), _sampled(before, dim))
-
-    def _add(self, block: int, sample: Tensor, before: Tensor) -> None:
-        of = self._of.value
-        if of.sums is None:
-            of.sums = self._nothing()
-        distance = (sample - before).square().sum()
-        of.sums[block] += torch.stack([distance, sample.square().sum()]).to(of.sums)
 
     def _nothing(self) -> Tensor:
         return torch.zeros(len(self.blocks), 2, dtype=torch.float64, device=self._device)
@@ -114,16 +100,6 @@ class DriftMonitor:
         of = self._of.value
         sums, of.sums = of.sums, None
         return self._nothing() if sums is None else sums
-
-
-def summed_by(reduce: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Callable[[timedelta | None], Tensor]]:
-    """A sum that is waited for where it is begun."""
-
-    def post(sums: Tensor) -> Callable[[timedelta | None], Tensor]:
-        total = reduce(sums)
-        return lambda _: total
-
-    return post
 
 
 def drifts_of(totals: Tensor) -> list[list[float | None]]:

@@ -2,55 +2,21 @@
 
 A decision is a pure function of what every rank knows alike: the step, the number of steps, the devices and the
 drifts measured so far. All ranks therefore decide alike without asking one another.
-
-A policy of one's own is a frozen dataclass under a name; its fields are what stands in the parentheses: see
-docs/extending.md.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
-from math import isfinite, sqrt
-from typing import Any, ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import ClassVar, Protocol
 
 from ..errors import ConfigError
 
-P = TypeVar("P", bound=type)
-
-# The policies by name, and examples of what may stand in the parentheses.
-_POLICIES: dict[str, tuple[type, tuple[str, ...]]] = {}
-
-
-def policy(name: str, *examples: str) -> Callable[[P], P]:
-    """Register a dataclass as the warm-up policy ``name(…)``.
-
-    Fields are numbers (``int``, ``float``, with a default where they may be left out), separated by commas; one of
-    type ``frozenset[int]`` or ``tuple[int, ...]`` takes several, separated by spaces. A value that is not possible is
-    refused with a `ValueError` in ``__post_init__``.
-
-    Args:
-        name: a word. A policy of the same name is replaced.
-        examples: what may stand in the parentheses, for messages; default: the names of the fields.
-    """
-
-    def register(cls: P) -> P:
-        _POLICIES[name] = cls, examples or (", ".join(field.name for field in fields(cls)),)
-        return cls
-
-    return register
-
-
-def forms(reads_drift: bool = True) -> str:
-    """The spellings of policies, for messages; ``reads_drift``: those that decide by drift among them."""
-    *most, last = [
-        f"'{name}({example})'"
-        for name, (cls, examples) in _POLICIES.items()
-        for example in examples
-        if reads_drift or not getattr(cls, "reads_drift", True)
-    ]
-    return f"{', '.join(most)} or {last}"
+# The spellings of policies, for messages.
+FORMS = "'fixed(4)', 'sqrt(2)', 'adaptive(0.05)', 'adaptive(0.05, 6)' or 'steps(0 1 5)'"
+FORMS_WITHOUT_DRIFT = "'fixed(4)', 'sqrt(2)' or 'steps(0 1 5)'"
 
 
 @dataclass(frozen=True)
@@ -70,18 +36,15 @@ class Outlook:
         devices: ranks that share an image.
         noise: share of noise σ in the latents, x = (1 - σ) · image + σ · noise up to a factor, at every step and
             after the last: one more than there are steps. None when the number of steps is unknown.
-        share: of the keys that a query sees in a stale step, how many are of the step before; default: those of the
-            other devices, (N - 1) / N.
     """
 
     devices: int
     noise: tuple[float, ...] | None = None
-    share: float | None = None
 
     @property
     def stale(self) -> float:
-        """Share of stale keys."""
-        return (self.devices - 1) / self.devices if self.share is None else self.share
+        """Of the keys that a query sees in a stale step, the share of the step before: those of the other devices."""
+        return (self.devices - 1) / self.devices
 
     @property
     def total(self) -> int | None:
@@ -102,13 +65,13 @@ class PastStep:
 
 
 class WarmupPolicy(Protocol):
-    """Decides for one step at a time.
+    """Decides for one step at a time; for one of your own see `WarmupControl.policy`.
 
-    Class attributes say what it reads; true where there are none:
-
-    * ``reads_drift``: the drift of past steps. Else none is measured, sent or waited for.
-    * ``needs_total``: the noise levels, or how many steps there are.
+    Attributes:
+        reads_drift: whether it reads the drift of past steps and the noise levels. Else none is measured or waited for.
     """
+
+    reads_drift: ClassVar[bool]
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         """The decision for ``step`` (from 0), given all steps before it.
@@ -119,19 +82,12 @@ class WarmupPolicy(Protocol):
         ...
 
 
-class _ByNumber:
-    """Base of policies that read neither drift nor how many steps there are."""
-
-    reads_drift: ClassVar[bool] = False
-    needs_total: ClassVar[bool] = False
-
-
-@policy("fixed", "4")
 @dataclass(frozen=True)
-class Fixed(_ByNumber):
+class Fixed:
     """The first ``steps`` steps. With 0 the very first step is stale with nothing to be stale on: see `displaced`."""
 
     steps: int
+    reads_drift: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _require(self.steps >= 0)
@@ -140,55 +96,20 @@ class Fixed(_ByNumber):
         return _first(step, self.steps)
 
 
-@policy("sqrt", "2")
 @dataclass(frozen=True)
-class Sqrt(_ByNumber):
+class Sqrt:
     """The first round(base · √devices) steps: more devices see less of the image fresh."""
 
     base: float
+    reads_drift: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _require(self.base > 0)
+        _require(0 < self.base < float("inf"))
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         return _first(step, round(self.base * sqrt(outlook.devices)))
 
 
-@policy("periodic", "5")
-@dataclass(frozen=True)
-class Periodic(_ByNumber):
-    """Step 0 and every ``every``-th step."""
-
-    every: int
-
-    def __post_init__(self) -> None:
-        _require(self.every >= 1)
-
-    def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
-        if step % self.every == 0:
-            return Decision(True, f"every {self.every}th step" if step else "the first step")
-        return Decision(False, f"between two synchronous steps, {self.every} apart")
-
-
-@policy("first_last", "2, 1")
-@dataclass(frozen=True)
-class FirstLast:
-    """The first ``first`` and the last ``last`` steps."""
-
-    first: int
-    last: int
-    reads_drift: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        _require(min(self.first, self.last) >= 0)
-
-    def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
-        if self.last and step >= _total(outlook, f"first_last({self.first}, {self.last})") - self.last:
-            return Decision(True, f"one of the last {self.last} steps" if self.last > 1 else "the last step")
-        return _first(step, self.first)
-
-
-@policy("adaptive", "0.05", "0.05, 6")
 @dataclass(frozen=True)
 class Adaptive:
     """As few synchronous steps as keep the error predicted for the image within ``budget``, where they help most.
@@ -218,15 +139,20 @@ class Adaptive:
 
     budget: float
     most: int | None = None
+    reads_drift: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require(self.budget > 0 and (self.most is None or self.most >= 1))
+        _require(0 < self.budget < float("inf") and (self.most is None or self.most >= 1))
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
-        total = _total(outlook, f"adaptive({self.budget:g}{'' if self.most is None else f', {self.most}'})")
+        if outlook.total is None:
+            raise ConfigError(
+                f"warmup='adaptive({self.budget:g})' needs the number of steps, and this transformer runs without a "
+                "pipeline; call engine_of(...).begin_request(steps=...) before the first call"
+            )
         if step == 0:
             return Decision(True, "the first step")
-        made, here, coming = self._errors(step, total, outlook, past)
+        made, here, coming = self._errors(step, outlook.total, outlook, past)
         error = sqrt(made + here**2 + sum(other**2 for other in coming if other <= here))
         what = f"predicted error {error:.3g} with this and all cheaper steps stale"
         left = None if self.most is None else self.most - sum(before.synchronous for before in past)
@@ -257,12 +183,12 @@ class Adaptive:
         return made, here, coming
 
 
-@policy("steps", "0 1 5")
 @dataclass(frozen=True)
-class GivenSteps(_ByNumber):
+class GivenSteps:
     """Exactly these steps."""
 
     steps: frozenset[int]
+    reads_drift: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _require(min(self.steps, default=0) >= 0)
@@ -298,15 +224,6 @@ def _news(noise: Sequence[float], step: int) -> float:
     return max(1 - (before / now) ** 2 if now > 0 else 0.0, LEAST_NEWS)
 
 
-def _total(outlook: Outlook, policy: str) -> int:
-    if outlook.total is None:
-        raise ConfigError(
-            f"warmup='{policy}' needs the number of steps, and this transformer runs without a pipeline; call "
-            "engine_of(...).begin_request(steps=...) before the first call"
-        )
-    return outlook.total
-
-
 def _first(step: int, count: int) -> Decision:
     if step < count:
         return Decision(True, f"one of the first {count} steps" if count > 1 else "the first step")
@@ -325,34 +242,17 @@ def parse(text: str) -> WarmupPolicy:
         ConfigError: not a policy, or impossible numbers; names the forms.
     """
     match = re.fullmatch(r"\s*(\w+)\s*\(([^()]*)\)\s*", text)
+    name, numbers = match.groups() if match is not None else ("", "")
     try:
-        if match is None:
-            raise ValueError("not of the form name(numbers)")
-        cls, numbers = _POLICIES[match[1]][0], match[2]
-        return cls(*_read(cls, numbers))
-    except (KeyError, ValueError):
-        raise ConfigError(
-            f"warmup={text!r} is not a warm-up policy; use {forms()}, with numbers of steps from 0 up"
-        ) from None
-
-
-def _read(cls: type, text: str) -> list[Any]:
-    hints, known = get_type_hints(cls), fields(cls)
-    parts = text.split(",") if text.strip() or known else []
-    least = sum(field.default is MISSING and field.default_factory is MISSING for field in known)
-    if not least <= len(parts) <= len(known):
-        raise ValueError(f"{len(parts)} values for {len(known)} fields")
-    return [_value(hints[field.name], part) for field, part in zip(known, parts, strict=False)]
-
-
-def _value(kind: Any, text: str) -> Any:
-    if get_origin(kind) in (frozenset, tuple):
-        return get_origin(kind)(_value(get_args(kind)[0], word) for word in text.split())
-    number = float(text)
-    if not isfinite(number):
+        if name == "steps":
+            return GivenSteps(frozenset(map(int, numbers.split())))
+        first, *more = numbers.split(",")
+        if name == "adaptive" and len(more) < 2:
+            return Adaptive(float(first), *map(int, more))
+        if name in ("fixed", "sqrt") and not more:
+            return Fixed(int(first)) if name == "fixed" else Sqrt(float(first))
         raise ValueError(text)
-    if kind is not float and float not in get_args(kind):
-        if number != int(number):
-            raise ValueError(text)
-        return int(number)
-    return number
+    except ValueError:
+        raise ConfigError(
+            f"warmup={text!r} is not a warm-up policy; use {FORMS}, with numbers of steps from 0 up"
+        ) from None

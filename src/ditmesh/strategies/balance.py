@@ -1,10 +1,10 @@
-"""Speeds of ranks and stages: given, or measured on a real block."""
+"""Speeds of sequence ranks: given, or measured on a real block."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -21,17 +21,17 @@ FRESH = 0.5
 
 
 class Balance:
-    """Speeds of those that share the work, sequence ranks or stages; the same on all ranks.
+    """Speeds of the sequence ranks; the same on all ranks.
 
     Args:
         setting: the configuration's ``speeds``: numbers, ``"auto"`` to measure, None for equal shares.
         link: the ranks that have to agree.
         shares: how many share the work; default: every rank of the link has a share of its own.
-        share: this rank's, where several ranks have one together (a stage); the slowest of them counts.
+        share: this rank's, where several ranks have one together (slices of one weight); the slowest of them counts.
         band: where the slowest is measured to take less than this share longer than the mean, all are equal.
 
     Attributes:
-        speeds: relative ones, in the order of ranks or stages.
+        speeds: relative ones, in the order of ranks.
         wanted: whether the next call of the transformer is to measure; set it to measure again.
     """
 
@@ -74,15 +74,10 @@ class Balance:
             fresh = [1.0] * self._shares
         fresh = [speed / sum(fresh) for speed in fresh]
         if self._measured:
-            fresh = mixed(fresh, self.speeds)
+            fresh = [FRESH * new + (1 - FRESH) * old for new, old in zip(fresh, self.speeds, strict=True)]
         # Three digits are more than a measurement is worth, and two equal ranks stay equal.
         self.speeds = tuple(round(speed / sum(fresh), 2) for speed in fresh)
         self._measured, self.wanted = True, False
-
-
-def mixed(fresh: Sequence[float], before: Sequence[float]) -> list[float]:
-    """New measurements, softened by the older ones."""
-    return [FRESH * new + (1 - FRESH) * old for new, old in zip(fresh, before, strict=True)]
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device | str) -> float:

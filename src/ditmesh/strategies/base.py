@@ -21,7 +21,6 @@ from ..core.clock import CallClock
 from ..core.patching import CallChain
 from ..errors import ConfigError
 from ..layout import TokenLayout
-from .balance import Balance
 
 T = TypeVar("T")
 # Arguments of a pipeline's call.
@@ -219,10 +218,6 @@ class Strategy:
                 f"{self.context.config.describe()} cannot be trained: {self.no_gradient}; call the model under "
                 "torch.no_grad(), or train with ulysses, ring, tensor and data"
             )
-
-    def balances(self) -> list[Balance]:
-        """Speeds of the ranks or stages that it shares work among, one per transformer, once applied."""
-        return []
 
     def notes(self) -> list[str]:
         """Messages to the user about the latest request, in sentences."""

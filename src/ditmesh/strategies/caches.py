@@ -61,8 +61,6 @@ class Caches(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._agreeing: list[tuple[Any, Patch]] = []
-        # Hooks that were there before the blocks were made to run tile by tile.
-        self._within: list[Any] = []
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
@@ -71,11 +69,9 @@ class Caches(Strategy):
     def apply(self, undo: ExitStack) -> None:
         undo.callback(self._close)
         for model in self.context.models:
-            self._within += _hooks_of(model.model) if self.context.config.reproducible else []
             undo.callback(model.chain.add(partial(self._around_call, model)))
 
     def _close(self) -> None:
-        self._within.clear()
         while self._agreeing:
             self._agreeing.pop()[1].undo()
 
@@ -91,16 +87,17 @@ class Caches(Strategy):
     def _check(self, model: ParallelModel) -> None:
         """Reject a cache that would reuse one part of the image for another."""
         config = self.context.config
-        in_patches = config.stages_or_patches
-        if not (config.reproducible or in_patches):
+        if not (config.reproducible or config.stages_or_patches):
             return
+        part, way = "tile", "leave reproducible out"
+        if config.stages_or_patches:
+            part, way = "patch", "use ulysses, ring, cfg or data"
         for region in model.layout.regions:
-            for block in model.model.get_submodule(region.blocks).children():
-                own = list(diffusers_hooks(block).values())
-                for hook in stateful_hooks(block):
-                    on_block = any(hook is other for other in own)
-                    if in_patches or not on_block or any(hook is other for other in self._within):
-                        raise ConfigError(_refusal(type(hook).__name__, config, in_patches, on_block))
+            if hook := next(stateful_hooks(model.model.get_submodule(region.blocks)), None):
+                raise ConfigError(
+                    f"diffusers' cache ({type(hook).__name__}) keeps what a block made of the whole image, and "
+                    f"{config.describe()} runs blocks {part} by {part}; call disable_cache(), or {way}"
+                )
 
     def _agree_on(self, hooks: list[Any], model: nn.Module) -> None:
         """Let these hooks of a model, and of its hooks only these, decide together."""
@@ -149,36 +146,14 @@ class Caches(Strategy):
         for model in self.context.models:
             cached: Any = model.model
             if getattr(cached, "is_cache_enabled", False):
-                _reset(cached)
-
-
-def _refusal(hook: str, config: ParallelConfig, in_patches: bool, on_block: bool) -> str:
-    """The reason why a cache and a configuration do not go together, and the way out."""
-    if in_patches:
-        return (
-            f"diffusers' cache ({hook}) keeps what a block made of the whole image, and {config.describe()} runs "
-            "blocks patch by patch; call disable_cache(), or use ulysses, ring, cfg or data"
-        )
-    if on_block:
-        return (
-            f"diffusers' cache ({hook}) was enabled before ditmesh.parallelize(...), and with reproducible=True it "
-            "would keep one tile of the image for another; call disable_cache(), and enable_cache(...) afterwards"
-        )
-    return (
-        f"diffusers' cache ({hook}) is inside the blocks, which reproducible=True runs tile by tile, so it would keep "
-        "one tile of the image for another; call disable_cache(), or leave reproducible out"
-    )
+                # A call may be in progress: which of a pipeline's calls it is stays known.
+                managers = [hook.state_manager for hook in _hooks_of(cached) if hasattr(hook, "state_manager")]
+                contexts = [getattr(manager, "_context", None) for manager in managers]
+                cached._reset_stateful_cache()
+                for manager, context in zip(managers, contexts, strict=True):
+                    if context is not None:
+                        manager.set_context(context)
 
 
 def _hooks_of(model: nn.Module) -> list[Any]:
     return [hook for module in model.modules() for hook in diffusers_hooks(module).values()]
-
-
-def _reset(model: Any) -> None:
-    """Empty a model's caches. A call may be in progress: which of a pipeline's calls it is stays known."""
-    managers = [hook.state_manager for hook in _hooks_of(model) if hasattr(hook, "state_manager")]
-    contexts = [getattr(manager, "_context", None) for manager in managers]
-    model._reset_stateful_cache()
-    for manager, context in zip(managers, contexts, strict=True):
-        if context is not None:
-            manager.set_context(context)

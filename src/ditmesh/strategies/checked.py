@@ -6,24 +6,21 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import ParallelConfig
 from ..core.arguments import Arguments
 from ..core.patching import Proceed
-from ..errors import LayoutError
+from ..errors import ConfigError, LayoutError
 from ..layout import TokenLayout
 from ..layout.between import fresh
 from ..layout.derive import without_hooks
-from ..layout.forms import form_of, news
+from ..layout.forms import form_of
 from ..layout.record import off_by, tolerance
 from ..layout.types import GIVEN, CallForm
 from ..staleness.control import WarmupControl
 from .base import Context, ParallelModel, Strategy
 from .tokens import KnownForms
-
-# In messages about a layout that was handed over.
-PASSED = ", which was passed as layout=,"
 
 
 class CheckedLayout(Strategy):
@@ -43,6 +40,15 @@ class CheckedLayout(Strategy):
         """True if calls with a layout are compared."""
         return layout.source == GIVEN
 
+    @classmethod
+    def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        if config.cuts_weights and layout.source == GIVEN:
+            raise ConfigError(
+                f"layout= was passed for {type(model).__name__}, and with weights that are cut ({config.describe()}) "
+                "no call can be compared with one device; leave layout= out, so that it is derived from the first "
+                "call, or use ulysses, ring, cfg or data"
+            )
+
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:
             if self.is_compared(model.layout):
@@ -59,52 +65,28 @@ class CheckedCalls(CheckedLayout):
 
 
 class LayoutCheck:
-    """The comparison of one transformer.
-
-    Args:
-        model: with its layout.
-        context: its ranks.
-
-    Attributes:
-        alone: what one device returned for calls that were made before the weights were cut, by form.
-    """
+    """The comparison of one transformer."""
 
     def __init__(self, model: ParallelModel, context: Context) -> None:
-        self.alone: dict[CallForm, Any] = {}
         self._model, self._context = model, context
         self._seen: set[CallForm] = set()
 
     def around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
-        """A layer around a whole call.
+        """Compare the first call of every form with one device.
 
         Raises:
-            LayoutError: on all ranks alike: what they computed together is not what one device does, or no rank can
-                know any more because weights are cut.
+            LayoutError: on all ranks alike: what they computed together is not what one device does.
         """
         form = form_of(arguments)
         if form in self._seen or not self._exact():
             return proceed(arguments)
-        model, config = self._model.model, self._context.config
-        name = type(model).__name__
-        if form in self.alone:
-            truth = self.alone.pop(form)
-        elif config.cuts_weights:
-            raise LayoutError(
-                f"{name} was called with {news(form, self._seen) or 'other arguments'}, and with weights that are cut "
-                f"({config.describe()}) its layout{self._passed} cannot be compared with one device "
-                "any more; make the first call after parallelize with these arguments, or use ulysses or ring"
-            )
-        else:
-            with torch.no_grad(), without_hooks(model):
-                truth = model(*fresh(arguments.args), **fresh(arguments.kwargs))
+        model = self._model.model
+        with torch.no_grad(), without_hooks(model):
+            truth = model(*fresh(arguments.args), **fresh(arguments.kwargs))
         output = proceed(arguments)
-        check_same(name, self._context.mesh.world.all_gather_object(result_error(output, truth)), self._passed)
+        self._check_same(self._context.mesh.world.all_gather_object(result_error(output, truth)))
         self._seen.add(form)
         return output
-
-    @property
-    def _passed(self) -> str:
-        return PASSED if self._model.layout.source == GIVEN else ""
 
     def _exact(self) -> bool:
         """True if the current step must give the result of one device."""
@@ -114,30 +96,21 @@ class LayoutCheck:
         # Nothing is stale yet.
         return control.clock.call.step == 0 and self._context.config.exchange != "naive"
 
-
-def check_same(model: str, differences: list[tuple[float, str]], passed: str = PASSED) -> None:
-    """Reject a layout by the `result_error` from one device on every rank.
-
-    Args:
-        model: the transformer's class.
-        differences: of the ranks.
-        passed: that the layout was handed over, as a clause; empty: it was not.
-
-    Raises:
-        LayoutError: one of them is larger than its dtype allows.
-    """
-    worst = max(differences)
-    if worst[0] > 1:
-        if not passed:
+    def _check_same(self, differences: list[tuple[float, str]]) -> None:
+        """Reject the layout if a rank's `result_error` is larger than its dtype allows."""
+        name, worst = type(self._model.model).__name__, max(differences)
+        if worst[0] <= 1:
+            return
+        if self._model.layout.source == GIVEN:
             raise LayoutError(
-                f"{model} was compared with one device (check=True), and the ranks' result of this call {worst[1]}: "
-                "something in it, a patch perhaps, uses tokens in a way that its blocks do not show; run this call on "
-                "one device"
+                f"the layout of {name} that was passed as layout= is wrong for this call: the ranks' result "
+                f"{worst[1]}; `ditmesh layout --check` compares a layout with a probe's, and without layout= ditmesh "
+                "derives one from the first call"
             )
         raise LayoutError(
-            f"the layout of {model} that was passed as layout= is wrong for this call: the ranks' result {worst[1]}; "
-            "`ditmesh layout --check` compares a layout with a probe's, and without layout= ditmesh derives one from "
-            "the first call"
+            f"{name} was compared with one device (check=True), and the ranks' result of this call {worst[1]}: "
+            "something in it, a patch perhaps, uses tokens in a way that its blocks do not show; run this call on "
+            "one device"
         )
 
 

@@ -30,15 +30,10 @@ class Coverage:
         self._covered: dict[str, list[tuple[Any, ...]]] = {}
 
     def watch(self, site: BlockSite, block: nn.Module) -> None:
-        """Make a block known."""
         self._blocks[site.path] = block
 
     def check(self, site: BlockSite, planned: Sequence[Attention], made: int) -> None:
-        """A block has made so many attention calls that were seen.
-
-        Raises:
-            LayoutError: fewer than it has computed.
-        """
+        """Refuse a block that was seen to make fewer attention calls than it has computed."""
         if made >= len(planned):
             if site.path not in self._covered:
                 self._covered[site.path] = _processors(site, self._blocks[site.path])
@@ -77,19 +72,21 @@ class Coverage:
 
 
 def _processors(site: BlockSite, block: nn.Module) -> list[tuple[Any, ...]]:
-    """Every attention module's processor in a block, the backend, and the dispatcher that the processor calls.
+    """Every attention module's processor in a block, its backend and its dispatcher; last torch's function and backend.
 
-    Last come torch's function, the backend that is active, and its function.
+    The dispatcher is diffusers', as the processor's module names it: a program may have put another function there.
     """
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
     leaves = {leaf.module for leaf in site.region.leaves}
     processors = [getattr(module, "processor", None) for name, module in block.named_modules() if name not in leaves]
-    found = [(one, getattr(one, "_attention_backend", None), _dispatcher(one)) for one in processors if one is not None]
+    found = [
+        (
+            one,
+            getattr(one, "_attention_backend", None),
+            getattr(sys.modules.get(type(one).__module__), "dispatch_attention_fn", None),
+        )
+        for one in processors
+        if one is not None
+    ]
     return [*found, (F.scaled_dot_product_attention, *_AttentionBackendRegistry.get_active_backend())]
-
-
-def _dispatcher(processor: Any) -> Any:
-    """diffusers' dispatcher as the module of a processor names it: a program may have put another function there."""
-    module = sys.modules.get(type(processor).__module__)
-    return getattr(module, "dispatch_attention_fn", None)

@@ -24,13 +24,10 @@ _BACKENDS: Any = torch.backends
 
 @contextmanager
 def deterministic(device: torch.device | str) -> Iterator[None]:
-    """While inside: deterministic algorithms, no TF32, one attention kernel, one thread on the CPU.
+    """While inside: deterministic algorithms, no TF32, one attention kernel, one thread on the CPU. Nests.
 
     A library that shares a product out over threads adds up in another order for another number of them; ranks
-    have few threads each where one device has many. Nests; every setting is put back on leaving.
-
-    Args:
-        device: where the work is done.
+    have few threads each where one device has many.
 
     Raises:
         ConfigError: CUDA has started without the workspace that cuBLAS needs.
@@ -71,16 +68,6 @@ def deterministic(device: torch.device | str) -> Iterator[None]:
         yield
 
 
-def _precisions() -> list[tuple[list[Any], str]]:
-    """torch's new precision switches with their values: for all operations, for CUDA, for one operation."""
-    if not hasattr(_BACKENDS, "fp32_precision"):
-        return []
-    cudnn, mkldnn = _BACKENDS.cudnn, _BACKENDS.mkldnn
-    operations = [_BACKENDS.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
-    # mkldnn's own is left out: torch writes that of all operations there.
-    return [([_BACKENDS, cudnn], "none"), (operations, "ieee")]
-
-
 def _keep_float32(undo: ExitStack) -> None:
     """Compute products and convolutions of float32 in float32: neither TF32 on GPUs nor bfloat16 on CPUs.
 
@@ -92,11 +79,14 @@ def _keep_float32(undo: ExitStack) -> None:
         old.append((partial(setattr, _BACKENDS.cudnn, "allow_tf32"), _BACKENDS.cudnn.allow_tf32, False))
     with suppress(RuntimeError):
         old.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision(), "highest"))
-    # Parents first: where an operation has no precision of its own, its parent's is read, which says none by then.
-    for places, value in _precisions():
-        for place in places:
+    if hasattr(_BACKENDS, "fp32_precision"):
+        cudnn, mkldnn = _BACKENDS.cudnn, _BACKENDS.mkldnn
+        operations = [_BACKENDS.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
+        # Parents first: where an operation has no precision of its own, its parent's is read, which says none by then.
+        # mkldnn's own is left out: torch writes that of all operations there.
+        for place in (_BACKENDS, cudnn, *operations):
             undo.callback(setattr, place, "fp32_precision", place.fp32_precision)
-            place.fp32_precision = value
+            place.fp32_precision = "ieee" if place in operations else "none"
     for write, before, value in old:
         undo.callback(write, before)
         write(value)

@@ -45,9 +45,8 @@ class BlockSite:
 
     Attributes:
         model: class name of the transformer.
-        path: path of the block, ``"transformer_blocks.3"``.
-        region: the block list it belongs to.
-        index: position in the list.
+        path: such as ``"transformer_blocks.3"``.
+        region, index: the block list it belongs to, and its position there.
         span: name of the run of blocks through which the tokens stay cut: the list, or all lists of a layout
             with alternating lists; is_first, is_last: whether the block begins or ends it.
         fed_by_previous, feeds_next: its region is chained to the one before, or the one after to it.
@@ -65,12 +64,7 @@ class BlockSite:
 
 
 class Handler(intercept.AttentionHandler, Protocol):
-    """The handler of one transformer's hooks.
-
-    Attributes:
-        balance: speeds of the ranks that share the tokens.
-        passive: whether it does nothing at blocks, so that the hooks there need not ask it.
-    """
+    """The handler of one transformer's hooks; ``passive``: it does nothing at blocks, which need not ask it."""
 
     balance: Balance
     passive: bool
@@ -146,8 +140,6 @@ class ModelHooks:
     """The hooks of one transformer, in place until `close`.
 
     Args:
-        model: the transformer; must be of the class the layout is for.
-        handler: receives the callbacks of calls, blocks and attention.
         chain: what wraps the model's forward; the hooks on the call become its next layer.
         fixed: the settings that depend on this layout, as in `Forms`.
 
@@ -162,9 +154,7 @@ class ModelHooks:
     def __init__(
         self, model: nn.Module, layout: TokenLayout, handler: Handler, chain: CallChain, fixed: str = ""
     ) -> None:
-        self.model = model
-        self.layout = layout
-        self.handler = handler
+        self.model, self.layout, self.handler = model, layout, handler
         self.tokens_whole = False
         self.recomputation = Recomputation()
         # Running calls of the model's own forward: a ControlNet that has some of its blocks calls them outside.
@@ -183,8 +173,7 @@ class ModelHooks:
             self._undo.callback(chain.add(self._around_call))
             self._of: dict[int, dict[str, BlockSite]] = {}
             self.sites = self._sites_of(layout)
-            present = layout != layout_of(model)
-            processors = Processors(model, layout.regions, present)
+            processors = Processors(model, layout.regions, layout != layout_of(model))
             self._forms = Forms(layout, self._derived, fixed, processors)
             self._own_code = OwnCode(model, [region.blocks for region in layout.regions])
             for path, site in self.sites.items():
@@ -207,7 +196,6 @@ class ModelHooks:
                     f"{site.path} has no module {leaf.module!r}; its layout is of another version"
                 ) from None
             self._undo.callback(self.handler.adapt(site, leaf, module))
-
         run = _BlockRun(self, site, parameter_names(type(block).forward))
         # Around other wrappers of the block's forward: a cache must see split tokens.
         self._undo.callback(block.register_forward_pre_hook(run.before, with_kwargs=True).remove)
@@ -310,13 +298,7 @@ class ModelHooks:
 
 
 class _BlockRun:
-    """The hooks of one block: from the arguments of its call to its output.
-
-    Args:
-        hooks: those of its model.
-        site: the block's place.
-        names: parameters of its forward.
-    """
+    """The hooks of one block: from the arguments of its call to its output; ``names``: parameters of its forward."""
 
     def __init__(self, hooks: ModelHooks, site: BlockSite, names: tuple[str, ...]) -> None:
         self._hooks, self._names = hooks, names

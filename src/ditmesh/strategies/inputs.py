@@ -6,16 +6,14 @@ its ranks compare digests of everything that must agree; by default the first ra
 
 from __future__ import annotations
 
-import dis
 import hashlib
-import inspect
 import json
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,17 +46,20 @@ _PLACES = ("name_or_path", "transformers_version", "hf_device_map", "deprecation
 
 @dataclass
 class _Digests:
-    """One rank's digests of its pipeline and its call, or the error that prevented them."""
+    """One rank's digests of its pipeline and its call, or the error that prevented them.
+
+    Attributes:
+        place: its stage and tensor rank: ranks of one place hold the same parts of weights.
+        pipeline, parts: of every section that must agree on all ranks, and on ranks of one place.
+        inputs: of every argument, and whether all of it went in there; None: a function, which stays.
+        generators: of the default ones.
+    """
 
     failed: str = ""
-    # Its stage and tensor rank: ranks of one place hold the same parts of weights.
     place: tuple[int, int] = (0, 0)
-    # Of every section that must agree on all ranks, and on ranks of one place.
     pipeline: dict[str, str] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
-    # Of every argument, and whether all of it went in there; None: a function, which stays.
     inputs: dict[str, tuple[str, bool] | None] = field(default_factory=dict)
-    # Of the default generators.
     generators: str = ""
 
 
@@ -67,8 +68,7 @@ class AgreedInputs:
 
     Args:
         mesh: its ranks; with ``"per-data-rank"`` those of one data group (`Mesh.data_group`).
-        policy: ``"broadcast"`` and ``"per-data-rank"``: every rank runs the first rank's inputs. ``"strict"``: inputs
-            that differ are refused by name.
+        policy: ``"strict"``: inputs that differ are refused by name; else every rank runs the first rank's inputs.
         cut: ids of the weights of which every rank holds another part already.
     """
 
@@ -89,11 +89,9 @@ class AgreedInputs:
         self._warned: set[tuple[str, ...]] = set()
 
     def placed(self, spread: Callable[[], Collection[int]], moved: Callable[[], Collection[int]]) -> None:
-        """All weights have been cut.
+        """All weights have been cut: ``spread`` gives the ids of those of which every rank holds another part now.
 
-        Args:
-            spread: ids of the weights of which every rank holds another part at the moment.
-            moved: ids of those that some ranks hold, or that come and go.
+        ``moved`` gives those that some ranks hold, or that come and go.
         """
         self._spread, self._moved = spread, moved
         self._weights.look(adopt=True)
@@ -152,8 +150,13 @@ class AgreedInputs:
                 # Rare, so another message may find the difference.
                 details = link.all_gather_object({name: mine.get(name, {}) for name in differing})
                 for name, phrase in differing.items():
-                    inside = list(rank_differences([each[name] for each in details], link.ranks, among))
-                    wrong.append(f"{name} ({phrase}){_in_words(inside)}")
+                    inside = [
+                        field
+                        for field in rank_differences([each[name] for each in details], link.ranks, among)
+                        if field
+                    ]
+                    more = f" and {len(inside) - MAX_NAMED} more" if len(inside) > MAX_NAMED else ""
+                    wrong.append(f"{name} ({phrase}){': ' * bool(inside)}{', '.join(inside[:MAX_NAMED])}{more}")
         if self.policy == "strict":
             random = "the default random generator"
             strict = [{**{f"argument {n}": i for n, i in o.inputs.items()}, random: o.generators} for o in every]
@@ -173,8 +176,7 @@ class AgreedInputs:
         doing = "its pipeline"
         try:
             sections, parts = self._sections()
-            own.pipeline = {name: _digest_of(section) for name, section in sections.items()}
-            own.parts = {name: _digest_of(section) for name, section in parts.items()}
+            own.pipeline, own.parts = _digests(sections), _digests(parts)
             for name, value in (given or {}).items():
                 doing = f"argument {name}"
                 # Under "strict" functions are compared by name.
@@ -206,8 +208,7 @@ class AgreedInputs:
     def _settings(self) -> Sections:
         """Digests of everything except weights that affects the components, one section per component.
 
-        Configurations, the plain values that an object holds beside its configuration, the state of a scheduler that
-        outlives a call, the vocabulary of a tokenizer.
+        Configurations, the plain values that an object holds beside its configuration, the vocabulary of a tokenizer.
         """
         sections: Sections = {"pipeline settings": _digests(_plain_values(self.pipe))}
         for name, value in vars(self.pipe).items():
@@ -219,8 +220,8 @@ class AgreedInputs:
     def _component(self, value: Any) -> dict[str, Any]:
         settings = {"": qualified_name(type(value)), **_configuration(value)}
         if hasattr(value, "set_timesteps"):
-            hidden = {"_internal_dict", *_passing(type(value))}
-            return {**settings, **{name: own for name, own in vars(value).items() if name not in hidden}}
+            # What else it holds comes and goes with a call; latents that differ for it are noticed (`same_latents`).
+            return settings
         settings.update(_plain_values(value))
         if hasattr(value, "set_attention_backend"):
             settings["attention backend"] = sorted(backends_of(value.modules()))
@@ -301,20 +302,16 @@ class AgreedInputs:
 
 
 def _refuse_failed(failed: Sequence[str], link: Link) -> None:
-    wrong = [f"rank {rank}: {words}" for rank, words in zip(link.ranks, failed, strict=True) if words]
-    if wrong:
+    if wrong := [f"rank {rank}: {words}" for rank, words in zip(link.ranks, failed, strict=True) if words]:
         raise InputError(f"the ranks cannot compare their calls: {'; '.join(wrong)}; pass plain values and tensors")
 
 
 def rank_differences(
     every: Sequence[Mapping[str, Any]], ranks: Sequence[int], places: Sequence[Any] | None = None
 ) -> dict[str, str]:
-    """For every field the ranks disagree on, a phrase that names the ranks.
+    """For every field of ``every`` rank that they disagree on, a phrase that names the ranks.
 
-    Args:
-        every: each rank's fields.
-        ranks: the name of the ranks, for messages.
-        places: compare ranks of one place only, each with the first of them; default: all with the first.
+    ``places``: compare ranks of one place only, each with the first of them; default: all with the first.
     """
     places = places or [0] * len(every)
     phrases: dict[str, str] = {}
@@ -335,16 +332,6 @@ def rank_differences(
 
 def _arguments_in_words(differing: Mapping[str, str]) -> str:
     return "; ".join(f"argument {name} ({phrase})" for name, phrase in differing.items())
-
-
-def _in_words(names: Sequence[str]) -> str:
-    names = [name for name in names if name]
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return f": {', '.join(names[:MAX_NAMED])}{more}" if names else ""
-
-
-def _digest_of(section: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(sorted(section.items())).encode()).hexdigest()[:16]
 
 
 # --- the pipeline ------------------------------------------------------------------------------------------------
@@ -386,19 +373,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple, set, frozenset)):
         return len(value) <= 1000 and all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
-
-
-@cache
-def _passing(kind: type) -> set[str]:
-    """Attributes of a scheduler that every call sets: those that its methods set, but neither ``__init__`` nor a
-    setter that is the user's (``set_shift``)."""
-    names: set[str] = set()
-    for name, method in inspect.getmembers(kind, inspect.isfunction):
-        users = name.startswith("set_") and name not in ("set_timesteps", "set_begin_index")
-        if name != "__init__" and not users:
-            code = inspect.unwrap(method).__code__
-            names.update(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
-    return names
 
 
 def adapters(pipe: Any) -> dict[str, Any]:
@@ -473,19 +447,16 @@ class SameInputs(Strategy):
     def prepare(self, pipe: Any) -> None:
         if pipe is not None:
             # Weights are hashed before any are cut.
-            self._agreed[id(pipe)] = self._of(pipe, self._cut_by_load())
-
-    def _of(self, pipe: Any, cut: Collection[int]) -> AgreedInputs:
-        return AgreedInputs(pipe, self.context.mesh, self.context.config.inputs, cut)
+            self._agreed[id(pipe)] = AgreedInputs(
+                pipe, self.context.mesh, self.context.config.inputs, self._cut_by_load()
+            )
 
     def _cut_by_load(self) -> set[int]:
         """Ids of weights that `ditmesh.load` has cut: they differ from rank to rank, as they should."""
-        degree = self.context.mesh.tensor.size
-        ids: set[int] = set()
+        degree, ids = self.context.mesh.tensor.size, set[int]()
         for model in self.context.models:
             names = spread_parameters(model.model, model.layout)
-            if degree > 1:
-                names |= already_cut(model.model, degree)
+            names |= already_cut(model.model, degree) if degree > 1 else set()
             ids.update(id(model.model.get_parameter(name)) for name in names)
             ids.update(id(parameter) for parameter in model.model.parameters() if hasattr(parameter, IN_PIECES))
         return ids
@@ -508,12 +479,13 @@ class SameInputs(Strategy):
         return set() if encoders is None else encoders.moved()
 
     def attach(self, pipe: Any, undo: ExitStack) -> None:
+        mesh, policy = self.context.mesh, self.context.config.inputs
         # Weights are where they will be.
-        agreed = self._agreed.get(id(pipe)) or self._of(pipe, self._spread() | self._moved())
+        agreed = self._agreed.get(id(pipe)) or AgreedInputs(pipe, mesh, policy, self._spread() | self._moved())
         self._agreed[id(pipe)] = agreed
         undo.callback(self._agreed.pop, id(pipe))
         agreed.placed(self._spread, self._moved)
-        if self.context.config.inputs == "per-data-rank":
+        if policy == "per-data-rank":
             # From here on no data group waits for another.
             agreed.compare(self.context.job.world)
 
@@ -524,10 +496,7 @@ class SameInputs(Strategy):
         self._call.close()
 
     def _differing(self, arguments: Arguments, **others: str) -> str:
-        """The arguments of a transformer's call, and other digests, that differ between ranks, in words. Collective.
-
-        Positional ones go by their number.
-        """
+        """The arguments of a transformer's call, and other digests, that differ between ranks, in words. Collective."""
         link = self.context.mesh.world
         given = {**{f"number {n}": value for n, value in enumerate(arguments.args, 1)}, **arguments.kwargs}
         return _arguments_in_words(rank_differences(link.all_gather_object({**_digests(given), **others}), link.ranks))

@@ -19,8 +19,7 @@ class OwnCode:
     """The user's code on the modules of a model's blocks; said once for each place.
 
     Args:
-        model: the transformer.
-        lists: paths of its block lists.
+        lists: paths of the model's block lists.
     """
 
     def __init__(self, model: nn.Module, lists: Iterable[str]) -> None:
@@ -34,11 +33,7 @@ class OwnCode:
         self._said: set[tuple[str, str]] = set()
 
     def warn(self, whole: bool) -> None:
-        """Warn of what has come since the last call. Some microseconds for a block.
-
-        Args:
-            whole: whether tokens stay together, and only samples are shared out.
-        """
+        """Warn of what has come since the last call; ``whole``: only samples are shared out, tokens stay together."""
         found = [(place, what) for place, module in self._modules for what in _put_on(module)]
         new = [one for one in found if one not in self._said]
         if not new:

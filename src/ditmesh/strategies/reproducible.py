@@ -39,13 +39,12 @@ from ..layout import Region, Stream, TokenLayout
 from . import tiled_gradients as tiled
 from .balance import Balance
 from .hooks import BlockSite, requires_grad
-from .sequence import ExactSequence, SequenceParallel, result_of, with_result
+from .sequence import ExactSequence, SequenceParallel, refuse_trained_mask, result_of, with_result
 from .tiled_gradients import AttentionOfTiles, TileWeights, WeightGradients
 from .token_cuts import TokenCut, only, replicated, shared, tokens_of_part
 from .virtual import ask, run_together
 
-# How many attention calls of the block in progress the tile has made; -1 outside of a block. Every coroutine has a
-# context of its own.
+# How many attention calls of the block in progress the tile has made; -1 outside of a block.
 _calls: ContextVar[int] = ContextVar("ditmesh_tile_attention_calls", default=-1)
 
 
@@ -72,18 +71,21 @@ class _LinearInput:
 
 @dataclass
 class _Tiles:
-    """The tiles of one span of blocks, and the tensors split into them."""
+    """The tiles of one span of blocks, and the tensors split into them.
 
-    # the streams by tile, first to last over all ranks, and the same by this rank's tiles
+    Attributes:
+        tokens, here: the streams by tile, first to last over all ranks, and the same by this rank's tiles.
+        runs: the tiles of every rank.
+        cuts: id of a rank's part (and how it was cut) -> the part, kept so that its id stays its own, and its tiles.
+        results: stream -> what the latest block returned: as one tensor, its version, and tile by tile.
+        weights: of the block in progress, where gradients are to pass through it.
+    """
+
     tokens: Partition
     here: Partition
-    # the tiles of every rank
     runs: list[range]
-    # id of a rank's part (and how it was cut) -> the part, kept so that its id stays its own, and its tiles
     cuts: dict[tuple[int, int, tuple[str, ...]], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
-    # stream -> what the latest block returned: as one tensor, its version, and tile by tile
     results: dict[str, tuple[Tensor, int, list[Tensor]]] = field(default_factory=dict)
-    # the weights of the block in progress, where gradients are to pass through it
     weights: TileWeights | None = None
 
 
@@ -146,11 +148,7 @@ class TileCut(TokenCut):
 
 
 class TiledSequence(SequenceParallel):
-    """`SequenceParallel` in reproducible mode. Also runs on one rank: that is the reference.
-
-    Args:
-        config: degrees, speeds, and the number of tiles V.
-    """
+    """`SequenceParallel` in reproducible mode. Also runs on one rank: that is the reference."""
 
     keeps_keys = True
     travels = False
@@ -327,7 +325,7 @@ class TiledSequence(SequenceParallel):
 
     def _for_each(self, value: Tensor) -> list[Tensor]:
         """A tensor that all ranks have, for every tile: made once per list of blocks."""
-        key = (id(value), -1, (self._blocks,))
+        key = (id(value), -1, (self._site.region.blocks,))
         if key not in self._tiles.cuts:
             self._tiles.cuts[key] = (value, tiled.for_each(value, tuple(self._tiles.runs), self._sequence))
         return self._tiles.cuts[key][1]
@@ -349,17 +347,11 @@ class TiledSequence(SequenceParallel):
 
     def _once(self, part: Tensor, dim: int, tokens: tuple[str, ...], what: str) -> list[Tensor]:
         """`_split` of a tensor that every block is given: done once per list of blocks."""
-        key = (id(part), dim, (*tokens, self._blocks))
+        # Whether tiles are laid out again for the next list depends on the ranks.
+        key = (id(part), dim, (*tokens, self._site.region.blocks))
         if key not in self._tiles.cuts:
             self._tiles.cuts[key] = (part, self._split(part, dim, tokens, what))
         return self._tiles.cuts[key][1]
-
-    @property
-    def _blocks(self) -> str:
-        """The list of blocks that runs: whether tiles are laid out again for the next one depends on the ranks."""
-        site = self._call.site
-        assert site is not None
-        return site.region.blocks
 
     def _products(self, asked: Sequence[_LinearInput]) -> list[Tensor]:
         """The linear's output for every tile; computed once where all tiles give it the same input, without tokens.
@@ -373,17 +365,15 @@ class TiledSequence(SequenceParallel):
             return [(weights.use(place), one.forward(one.x))[1] for place, one in enumerate(asked)]
         if all(one.x is first.x for one in asked):
             return [first.forward(first.x)] * len(asked)
-        alike = first.x.dim() == 2 and not self._per_token(first.x.shape[0]) and self._alike.get(first.linear, True)
+        here, rows = self._tiles.here, first.x.shape[0]
+        counts = {length for lengths in here.blocks for length in lengths} | set(here.lengths)
+        # So many rows may be a tile's tokens, of all samples one after the other.
+        per_token = any(count > 0 and rows % count == 0 for count in counts)
+        alike = first.x.dim() == 2 and not per_token and self._alike.get(first.linear, True)
         if alike and first.linear not in self._alike:
             alike = all(one.x is first.x or torch.equal(one.x, first.x) for one in asked)
             self._alike[first.linear] = alike
         return [first.forward(first.x)] * len(asked) if alike else [one.forward(one.x) for one in asked]
-
-    def _per_token(self, rows: int) -> bool:
-        """True if so many rows may be a tile's tokens, of all samples one after the other."""
-        here = self._tiles.here
-        counts = {length for lengths in here.blocks for length in lengths} | set(here.lengths)
-        return any(count > 0 and rows % count == 0 for count in counts)
 
     # --- attention ---------------------------------------------------------------------------------------------
 
@@ -396,32 +386,25 @@ class TiledSequence(SequenceParallel):
         scale: float | None,
         backend: str | None = None,
     ) -> Tensor:
-        """One tile's queries over all tiles' keys. Shapes as in `AttentionHandler`, of one tile."""
+        # Of one tile.
         self.kernel.asked_for(backend)
         if self._timing:
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, scale=scale)
-        site = self._call.site
-        assert site is not None
-        index = _calls.get()
+        site, index = self._site, _calls.get()
         _calls.set(index + 1)
         planned = self._planned(site, index)
-        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-            raise LayoutError(
-                f"{site.path}: the attention mask requires a gradient, which does not pass through tiles; detach it"
-            )
+        refuse_trained_mask(site, mask)
         if not planned.keys:
             # No other rank's keys: the shapes are those of the tile as it is.
             return self.kernel(aligned(q_bhsd), aligned(k_bhsd), aligned(v_bhsd), mask, scale)
         return ask(_AttentionInput(index, q_bhsd, k_bhsd, v_bhsd, mask, scale))
 
     def left_out(self) -> None:
-        """As for all handlers: every tile counts its own calls."""
         _calls.set(_calls.get() + 1)
 
     def _meet(self, asked: list[Any]) -> list[Tensor]:
         """The point at which all tiles of this rank wait: a linear layer, or attention."""
-        site = self._call.site
-        assert site is not None
+        site = self._site
         what = [one.linear if isinstance(one, _LinearInput) else _AttentionInput for one in asked]
         if any(one is not what[0] for one in what):
             raise LayoutError(f"{site.path}: its tiles call different modules; it cannot run tile by tile")

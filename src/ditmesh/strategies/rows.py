@@ -9,7 +9,7 @@ are exchanged, and the later calls are answered from them once their arguments h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +36,7 @@ from ..layout.forms import argument_kind, holds_tensors
 from ..parts.banded import Banded
 from ..parts.lazy import LazyPatches, Owners
 from .base import Context, ParallelModel, Request, Strategy
-from .caches import diffusers_hooks, stateful_hooks
+from .caches import diffusers_hooks
 from .hooks import ModelHooks, requires_grad
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
@@ -48,13 +48,10 @@ _PLAIN = (int, float, complex, str, bytes, torch.Size, type(None), torch.dtype, 
 
 @dataclass
 class _StepCalls:
-    """The calls of one transformer in one step.
+    """The calls of one transformer in one step: the branch of the first, and their arguments by path.
 
-    Attributes:
-        first: branch of the first of them.
-        calls: their arguments, by path.
-        ahead: results computed ahead, by the call's number, each with the arguments it was computed for and the paths
-            of those that are not the first call's.
+    ``ahead`` are results computed ahead, by the call's number, each with the arguments it was computed for and the
+    paths of those that are not the first call's.
     """
 
     first: int = 0
@@ -64,13 +61,10 @@ class _StepCalls:
 
 @dataclass
 class _Branches:
-    """The branches of guidance of one request.
+    """The branches of guidance of one request: calls of the step before and of this one, which is number ``at``.
 
-    Attributes:
-        before, now: calls of the step before, and of this one.
-        at: request and number of this step.
-        modules, attention: of the transformer, once they are known.
-        mistaken: whether a timestep that was taken for granted was another one; on the device.
+    ``modules`` and ``attention`` are those of the transformer, once they are known; ``mistaken`` says on the device
+    whether a timestep that was taken for granted was another one.
     """
 
     before: _StepCalls = field(default_factory=_StepCalls)
@@ -85,9 +79,8 @@ class BatchParallel:
     """A transformer's forward, with its rows and branches shared out.
 
     Args:
-        model: the transformer; `around_call` is to be a layer around its forward.
+        model: `around_call` is to be a layer around its forward.
         mesh: its guidance and data axes share rows; where the guidance axis shares branches, the data axis alone does.
-        clock: says which call this is, and is given its parts.
         one_by_one: run every row by itself, so that its bits do not depend on the rows beside it.
     """
 
@@ -105,15 +98,11 @@ class BatchParallel:
         self._of = RequestValue(_Branches)
 
     def begin_request(self) -> None:
-        """Forget the branches of the request before: the same request then gives the same bits twice."""
+        # The same request gives the same bits twice.
         self._of.renew()
 
     def end_request(self, failed: bool = False) -> None:
-        """The request is over: no argument of it is held.
-
-        Raises:
-            InputError: a branch of guidance was run ahead at another timestep than it was then asked for.
-        """
+        """The request is over: no argument of it is held, and timesteps that were taken for granted are looked at."""
         mistaken = self._of.renew().mistaken
         if mistaken is not None and not failed and bool(mistaken):
             raise InputError(
@@ -173,10 +162,12 @@ class BatchParallel:
         for path, value in given.items():
             expected = predicted[path]
             time = self._timestep is not None and covers(self._timestep, path) and path not in own
-            if time and call.counted and _alike(value, expected) and value.key != expected.key:
+            a, b = value.value, expected.value
+            alike = is_plain(a) and is_plain(b) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+            if time and call.counted and alike and value.key != expected.key:
                 # Pipelines compute it again for every branch. That it is the step's one the scheduler's count says;
                 # the values are compared on the device, and read when the request is over.
-                differs = (value.value != expected.value).any()
+                differs = (a != b).any()
                 of = self._of.value
                 of.mistaken = differs if of.mistaken is None else of.mistaken | differs
                 self._clock.values.assume_equal(value, expected)
@@ -189,13 +180,10 @@ class BatchParallel:
     def _branches_of(self, step: _StepCalls, given: dict[str, SeenValue], latents: str) -> list[dict[str, Any]]:
         """For every call of a step, the arguments in which it differed from the first; empty if it was not guidance.
 
-        Calls that differ in nothing, or in the latents themselves (a sampler that asks twice at one
-        timestep), are not branches of guidance. Calls of a model that was changed in between (guidance by
-        skipped layers hangs hooks on it for one branch only) cannot be run ahead of that change.
-
-        Args:
-            given: the first call's arguments of the step behind it.
-            latents: name of the transformer's first argument.
+        Calls that differ in nothing, or in the latents themselves (a sampler that asks twice at one timestep), are not
+        branches of guidance. Calls of a model that was changed in between (guidance by skipped layers hangs hooks on it
+        for one branch only) cannot be run ahead of that change. ``given`` are the first call's arguments of the step
+        behind it, ``latents`` the name of the transformer's first argument.
         """
         if len(step.calls) < 2:
             return []
@@ -222,7 +210,7 @@ class BatchParallel:
         now = self._of.value.now
         mine: list[Any] = []
         predictions: list[dict[str, SeenValue]] = []
-        busy = min(len(branches), self.branches.size) * min(self._rows(arguments), self.data.size)
+        busy = min(len(branches), self.branches.size) * min(_rows_of(arguments), self.data.size)
         self._busy = max(self._busy, busy)
         last = len(branches) - 1
         along = self._in_step and last >= self.branches.size and self.branches.rank > last % self.branches.size
@@ -244,10 +232,7 @@ class BatchParallel:
                     now.ahead[number] = (predictions[number], set(branches[number]), result)
 
     def _state(self, arguments: Arguments) -> tuple[tuple[Any, ...], bool]:
-        """The dependencies of a call besides values: objects among its arguments, hooks and adapters.
-
-        And whether an object or a hook may keep tensors from call to call.
-        """
+        """What a call depends on besides values, and whether an object or a hook may keep tensors from call to call."""
         of = self._of.value
         if of.modules is None:
             # Modules do not come and go within a request.
@@ -269,14 +254,9 @@ class BatchParallel:
 
     # --- rows --------------------------------------------------------------------------------------------------
 
-    def _rows(self, arguments: Arguments) -> int:
-        main = arguments.get(arguments.names[0])
-        # A list has an entry per row.
-        return main.shape[0] if isinstance(main, Tensor) else len(main)
-
     def _shared(self, proceed: Proceed, arguments: Arguments, link: Link) -> Any:
         """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
-        batch = self._rows(arguments)
+        batch = _rows_of(arguments)
         self._busy = max(self._busy, min(batch, link.size))
         # Rows of a batch that is trained stay together: it is the same one on any number of ranks.
         one_by_one = self.one_by_one and not requires_grad(self.model, arguments)
@@ -288,13 +268,19 @@ class BatchParallel:
                 f"samples of this call of {type(self.model).__name__} cannot be run apart: cut out of its arguments, "
                 "one of them comes out otherwise; leave data and cfg at 1"
             )
-        if one_by_one and (hook := next(stateful_hooks(self.model), None)) is not None:
-            raise ConfigError(
-                f"diffusers' cache ({type(hook).__name__}) keeps one state, and reproducible=True runs the {batch} "
-                "samples of a call one after the other; call disable_cache(), or leave reproducible out"
-            )
-        batched = batched_in(arguments, batch, self._hooks.layout)
-        _refuse_other_rows(arguments, batch, batched, self._hooks.layout)
+        layout = self._hooks.layout
+        batched = batched_in(arguments, batch, layout)
+        known = (*layout.unbatched, *layout.listed, *batched)
+        for path, value in arguments.leaves():
+            # A single row counts for all samples. Others, left whole beside some of the samples, would be taken for
+            # theirs.
+            several = isinstance(value, Tensor) and value.dim() and value.shape[0] > 1
+            if several and not any(covers(name, path) for name in known):
+                raise InputError(
+                    f"{layout.model} was called with {batch} rows of {arguments.names[0]} and {value.shape[0]} of "
+                    f"{path}, which cannot be shared out; give a row for every image (repeat embeddings "
+                    "num_images_per_prompt times)"
+                )
 
         def run(take: slice) -> Any:
             part = arguments.copy()
@@ -309,8 +295,7 @@ class BatchParallel:
     def _takes_parts(self) -> bool:
         """True if something in the model takes a part of the rows for one branch of guidance: the batch stays whole.
 
-        A hook does (Faster Cache), and attention processors of perturbed attention guidance do, which its pipelines put
-        in for a call.
+        Faster Cache does, and attention processors of perturbed attention guidance, put in for a call.
         """
         if any(getattr(hook, "is_guidance_distilled", None) is False for hook in diffusers_hooks(self.model).values()):
             return True
@@ -333,6 +318,12 @@ class BatchParallel:
         return part.value if seen(part.value).key == part.key else some_rows(value, take, dim)
 
 
+def _rows_of(arguments: Arguments) -> int:
+    main = arguments.get(arguments.names[0])
+    # A list has an entry per row.
+    return main.shape[0] if isinstance(main, Tensor) else len(main)
+
+
 def batched_in(arguments: Arguments, batch: int, layout: TokenLayout) -> dict[str, int]:
     """The arguments that have a row or several per sample, by path with the dimension: lists, and tensors.
 
@@ -352,22 +343,6 @@ def batched_in(arguments: Arguments, batch: int, layout: TokenLayout) -> dict[st
     return {**dict.fromkeys(paths, 0), **dims}
 
 
-def _refuse_other_rows(arguments: Arguments, batch: int, batched: Collection[str], layout: TokenLayout) -> None:
-    """Refuse a tensor with another number of rows than there are samples; a single row counts for all of them.
-
-    Left whole beside some of the samples, its rows would be taken for theirs.
-    """
-    known = (*layout.unbatched, *layout.listed, *batched)
-    for path, value in arguments.leaves():
-        if not isinstance(value, Tensor) or any(covers(name, path) for name in known):
-            continue
-        if value.dim() and value.shape[0] > 1:
-            raise InputError(
-                f"{layout.model} was called with {batch} rows of {arguments.names[0]} and {value.shape[0]} of {path}, "
-                "which cannot be shared out; give a row for every image (repeat embeddings num_images_per_prompt times)"
-            )
-
-
 def _share_rows(
     batch: int,
     link: Link,
@@ -381,7 +356,7 @@ def _share_rows(
     It returns tensors with a row per sample, in tuples, lists or mappings; ``listed``: lists have an item per sample.
     ``in_step``: every rank calls ``run`` equally often.
     """
-    leaf = _is_list if listed else None
+    leaf = (lambda value: isinstance(value, list)) if listed else None
     shares = Partition((even_cut(batch, link.size),))
     ((start, count),) = shares.places(link.rank)
     # A rank without rows computes the last one along, so that every rank of its group takes part alike.
@@ -394,10 +369,6 @@ def _share_rows(
     else:
         output = run(take)
     return tree_map(lambda part: _gathered(part, shares, link), output, is_leaf=leaf)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
 
 
 def _has_rows(value: Any, batch: int) -> bool:
@@ -414,12 +385,12 @@ def _joined(first: Any, *others: Any) -> Any:
     """Results of single rows as one of all of them."""
     if isinstance(first, Tensor):
         return torch.cat([first, *others]) if others else first
-    return sum(others, first) if _is_list(first) else first
+    return sum(others, first) if isinstance(first, list) else first
 
 
 def _gathered(rows: Any, shares: Partition, link: Link) -> Any:
     """All ranks' rows of a tensor, or of a list of equally shaped tensors, one per row."""
-    if _is_list(rows):
+    if isinstance(rows, list):
         return list(_gathered(torch.stack(rows), shares, link).unbind())
     if not isinstance(rows, Tensor):
         return rows
@@ -452,11 +423,6 @@ def _exchanged(output: Any, link: Link) -> list[Any]:
 
     parts, form = tree_flatten(output)
     return [tree_unflatten(rank, form) for rank in zip(*map(exchange, parts), strict=True)]
-
-
-def _alike(one: SeenValue, other: SeenValue) -> bool:
-    a, b = one.value, other.value
-    return is_plain(a) and is_plain(b) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 class BatchRows(Strategy):
@@ -500,11 +466,7 @@ class BatchRows(Strategy):
 
 
 class DecodedRows(Strategy):
-    """Rows of the batch in the VAE's decode of every pipeline, inside of its requests.
-
-    Outside of a request every rank decodes its own argument. Pipelines that share a decoder are decoded
-    by the request that is open.
-    """
+    """Rows of the batch in the VAE's decode of every pipeline, inside of its requests."""
 
     name = "data and cfg"
 

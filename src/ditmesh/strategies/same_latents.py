@@ -35,10 +35,7 @@ EXACT = 1e-6
 
 
 def sums_of(values: Tensor) -> Tensor:
-    """Sums of a tensor's elements, in float32, and the norm of all of them last; at most 2 * `SUMS` numbers.
-
-    On the tensor's device, without waiting for it.
-    """
+    """Sums of a tensor's elements, in float32, and the norm of all last: at most 2 * `SUMS` numbers, on its device."""
     flat = values.detach().reshape(-1)
     rows = flat.numel() // SUMS
     whole, rest = flat[: rows * SUMS].view(rows, SUMS), flat[rows * SUMS :]
@@ -72,7 +69,7 @@ class SameLatents(Strategy):
         super().__init__(context)
         # Of this request: by step and number of the tensor its sums, and how far apart they may be.
         self._noted: dict[tuple[int, int], tuple[Tensor, float]] | None = None
-        self._result: list[tuple[Tensor, float]] = []
+        self._result: list[Tensor] = []
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
@@ -100,7 +97,7 @@ class SameLatents(Strategy):
 
     def result(self, value: Any) -> Any:
         if self._noted is not None:
-            self._result = [(sums_of(one), ROUGH) for one in _images_in(value)]
+            self._result = [sums_of(one) for one in _images_in(value)]
         return value
 
     def end_request(self, failed: bool) -> None:
@@ -109,13 +106,12 @@ class SameLatents(Strategy):
         link = self.context.mesh.world
         if failed or noted is None or link.size == 1:
             return
-        mine = {**{key: one for key, (one, _) in noted.items()}, **{(-1, n): one for n, (one, _) in enumerate(result)}}
-        limits = {key: limit for key, (_, limit) in noted.items()}
+        mine = {**{key: one for key, (one, _) in noted.items()}, **{(-1, n): one for n, one in enumerate(result)}}
         every: list[Mapping[tuple[int, int], Tensor]] = link.all_gather_object(_on_the_host(mine))
         # In the order of the steps; the result comes last.
         for step, number in sorted(every[0], key=lambda key: (key[0] < 0, key)):
             bits = self.context.config.reproducible and step >= 0
-            limit = EXACT if bits else limits.get((step, number), ROUGH)
+            limit = EXACT if bits else noted.get((step, number), (None, ROUGH))[1]
             odd = [
                 rank
                 for rank, other in zip(link.ranks, every, strict=True)

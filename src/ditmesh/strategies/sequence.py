@@ -27,7 +27,7 @@ from ..core.partition import Partition
 from ..core.patching import Patch
 from ..core.values import tracked
 from ..errors import ConfigError, LayoutError
-from ..layout import Attention, Count, Leaf, Region, Stream, TokenLayout
+from ..layout import Attention, Leaf, Region, Stream, TokenLayout
 from ..layout.forms import dtype_class
 from ..parts.own_tokens import OwnTokens, PerToken
 from . import token_mixers as leaves
@@ -42,33 +42,32 @@ from .tokens import TokenStrategy
 
 @dataclass
 class _CutTensors:
-    """The tensors that one run of the transformer has split so far; dropped after the call."""
+    """The tensors that one run of the transformer has split so far; dropped after the call.
 
-    # the streams, by sequence rank
+    Attributes:
+        tokens: the streams, by sequence rank.
+        cuts: id of a whole tensor (and how it was cut) -> the tensor, kept so that its id stays its own, and the cut.
+        entered: the span of blocks that has been entered and not yet left.
+        attention, attention_calls: that the block in progress is going to make, and how many it has made.
+        residuals: how what the model adds between blocks was cut.
+        ran: whether the block in progress runs here, and not on another stage.
+        tiles: of the span, in reproducible mode.
+    """
+
     tokens: Partition = field(default_factory=lambda: Partition(()))
-    # id of a whole tensor (and how it was cut) -> the tensor, kept so that its id stays its own, and the cut
     cuts: dict[tuple[int, int, tuple[str, ...]], tuple[Tensor, Tensor]] = field(default_factory=dict)
     handed_over: dict[str, Tensor] = field(default_factory=dict)
-    # the span of blocks that has been entered and not yet left
     entered: str | None = None
     site: BlockSite | None = None
-    # the attention calls that the block in progress is going to make, and how many it has made
     attention: tuple[Attention, ...] = ()
     attention_calls: int = 0
-    # how what the model adds between blocks was cut
     residuals: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
-    # whether the block in progress runs here, and not on another stage
     ran: bool = True
-    # in reproducible mode the tiles of the span
     tiles: Any = None
 
 
 class SequenceParallel:
-    """Handler of one transformer's block region and attention calls.
-
-    Args:
-        config: degrees and text policy.
-    """
+    """Handler of one transformer's block region and attention calls."""
 
     # Whether `attend_distributed` wants to see keys and values even when all tokens are here.
     keeps_keys = False
@@ -98,7 +97,7 @@ class SequenceParallel:
         self._call = _CutTensors()
         # Image tokens of every sequence rank, as they were shared out last.
         self.shares: tuple[int, ...] = ()
-        self._nan: dict[torch.dtype, Tensor] = {}
+        self._nan: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         # While a block is timed it computes on this rank's tokens alone.
         self._timing = False
         # Shapes already checked against the layout: the check costs Python time, and shapes rarely change.
@@ -107,7 +106,6 @@ class SequenceParallel:
     # --- the transformer's call -------------------------------------------------------------------------
 
     def begin_call(self) -> None:
-        """A new run of the transformer starts: forget everything about the one before."""
         self._call = _CutTensors()
 
     def before_call(self, layout: TokenLayout, arguments: Arguments) -> None:
@@ -134,12 +132,16 @@ class SequenceParallel:
                 "do not skip the last block (skip_layers) on several ranks"
             )
 
+    @property
+    def _site(self) -> BlockSite:
+        """The block in progress."""
+        assert self._call.site is not None
+        return self._call.site
+
     def tokens(self) -> Partition:
-        """The streams of the call in progress, by sequence rank."""
         return self._call.tokens
 
     def resume(self, site: BlockSite, tokens: Partition) -> None:
-        """A block is about to run again for a backward pass; ``tokens``: as they were in its call."""
         # A first block cuts them again, if it did so before.
         cuts = site.is_first and not site.fed_by_previous
         self._call = _CutTensors() if cuts else _CutTensors(tokens, entered=site.span)
@@ -155,7 +157,7 @@ class SequenceParallel:
             call.attention = tuple(
                 planned
                 for planned in call.attention
-                if not (planned.unless and _true(arguments, planned.unless))
+                if not (planned.unless and (flag := arguments.get(planned.unless)) is not MISSING and flag)
                 and not (planned.only_if and arguments.get(planned.only_if) is False)
             )
         if call.entered != site.span:
@@ -168,9 +170,14 @@ class SequenceParallel:
                 dim, what = planned.dim % value.dim(), f"{site.path}: {planned.arg}"
                 arguments.set(planned.arg, self._cut(value, dim, planned.tokens, what, planned.folded))
         for counted in site.region.counts:
-            value = arguments.get(counted.arg)
+            value, tokens = arguments.get(counted.arg), call.tokens.select((counted.stream,))
             if isinstance(value, int):
-                arguments.set(counted.arg, self._own_count(site, counted, value))
+                if counted.part == "all" and value != tokens.total:
+                    raise LayoutError(
+                        f"{site.path}: {counted.arg!r} is {value}, and the layout of {site.model} says that it counts "
+                        f"all {tokens.total} {counted.stream} tokens; which {value} of them it means is not known"
+                    )
+                arguments.set(counted.arg, tokens_of_part(counted, value, tokens, self.link.rank))
         grid = site.region.grid
         if grid is not None:
             mine = call.tokens.select((site.region.main.name,)).lengths[self.link.rank]
@@ -202,14 +209,11 @@ class SequenceParallel:
                 output = with_result(output, stream, self._gather(value, tokens, stream))
             elif self.link.size > 1:
                 # The layout says that this is unused after the region; NaN makes a wrong layout visible.
-                output = with_result(output, stream, self._unread(value.dtype, value.device).expand_as(value))
+                key = value.dtype, value.device
+                if key not in self._nan:
+                    self._nan[key] = torch.full((), torch.nan, dtype=value.dtype, device=value.device)
+                output = with_result(output, stream, self._nan[key].expand_as(value))
         return output
-
-    def _unread(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        found = self._nan.get(dtype)
-        if found is None or found.device != device:
-            found = self._nan[dtype] = torch.full((), torch.nan, dtype=dtype, device=device)
-        return found
 
     def _check_coverage(self, site: BlockSite) -> None:
         call = self._call
@@ -266,16 +270,6 @@ class SequenceParallel:
             )
         call.entered = site.span
 
-    def _own_count(self, site: BlockSite, counted: Count, number: int) -> int:
-        """The number of this rank's tokens, of the ``number`` tokens that an argument counts."""
-        tokens = self._call.tokens.select((counted.stream,))
-        if counted.part == "all" and number != tokens.total:
-            raise LayoutError(
-                f"{site.path}: {counted.arg!r} is {number}, and the layout of {site.model} says that it counts all "
-                f"{tokens.total} {counted.stream} tokens; which {number} of them it means is not known"
-            )
-        return tokens_of_part(counted, number, tokens, self.link.rank)
-
     def _cut(self, whole: Tensor, dim: int, tokens: tuple[str, ...], what: str, folded: bool = False) -> Tensor:
         """This rank's part of a per-token tensor; the same tensor is cut once per call."""
         if whole.shape[dim] == 1 or self.link.size == 1:
@@ -329,7 +323,6 @@ class SequenceParallel:
     # --- modules that mix tokens without attention ---------------------------------------------------------
 
     def adapt(self, site: BlockSite, leaf: Leaf, module: nn.Module) -> Callable[[], None]:
-        """Apply a rule of `leaves` to a module of a block; returns the undo."""
         if self.link.size == 1:
             return lambda: None
 
@@ -358,9 +351,7 @@ class SequenceParallel:
         scale: float | None,
         backend: str | None = None,
     ) -> Tensor:
-        """Attention of this rank's queries over all ranks' keys, exact. Shapes as in `AttentionHandler`."""
-        call, site = self._call, self._call.site
-        assert site is not None
+        call, site = self._call, self._site
         self.kernel.asked_for(backend)
         if self._timing:
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, scale=scale)
@@ -368,11 +359,7 @@ class SequenceParallel:
         if self.link.size == 1 and not self.keeps_keys:
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask, scale)
         planned = self._planned(site, index)
-        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-            raise LayoutError(
-                f"{site.path}: the attention mask requires a gradient, which does not pass through other ranks' parts "
-                "of it; detach the mask, or train on one device"
-            )
+        refuse_trained_mask(site, mask)
         if not planned.keys:
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask, scale)
         queries, keys = call.tokens.select(planned.queries), call.tokens.select(planned.keys)
@@ -385,7 +372,7 @@ class SequenceParallel:
         return self.attend_distributed(AttentionCall(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale))
 
     def left_out(self) -> None:
-        """A mode has answered one of the block's attention calls; the next one is still the layout's next."""
+        # The next call is still the layout's next.
         self._call.attention_calls += 1
 
     def _planned(self, site: BlockSite, index: int) -> Attention:
@@ -438,7 +425,6 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _form_of(value: Any) -> Any:
-    """The key of `_knows`: a value of every tensor and integer of some arguments."""
     if isinstance(value, Tensor):
         return value.dtype, value.dim()
     if isinstance(value, (list, tuple)):
@@ -476,9 +462,13 @@ def _unknown(site: BlockSite, path: str, value: Any, tokens: Partition) -> str:
     return f"{site.path}: argument {path!r} is {what}{follows}, {advice}"
 
 
-def _true(arguments: Arguments, path: str) -> bool:
-    value = arguments.get(path)
-    return value is not MISSING and value is not None and bool(value)
+def refuse_trained_mask(site: BlockSite, mask: Tensor | None) -> None:
+    """Refuse an attention mask that requires a gradient, of which a rank has a part."""
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        raise LayoutError(
+            f"{site.path}: the attention mask requires a gradient, which does not pass through other ranks' parts of "
+            "it; detach the mask, or train on one device"
+        )
 
 
 def result_of(output: Any, stream: Stream) -> Any:

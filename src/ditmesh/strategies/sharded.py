@@ -54,13 +54,10 @@ UNITS = "_ditmesh_units"
 
 @dataclass(frozen=True)
 class Packed:
-    """The order of tensors in memory, and the ranks' shares of that memory.
+    """The order of tensors (shapes and dtypes) in memory, and the ranks' shares of that memory.
 
-    Args:
-        specs: shape and dtype of every tensor.
-        ranks: how many share.
-        offsets: how far behind a multiple of `ALIGNMENT` each begins, as kernels may look at that; default: 0, as
-            torch's own do.
+    ``offsets``: how far behind a multiple of `ALIGNMENT` each begins, as kernels may look at that; default: 0, as
+    torch's own do.
     """
 
     specs: tuple[Spec, ...]
@@ -147,12 +144,8 @@ class GatherGroup:
 def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()) -> list[GatherGroup]:
     """The parameters of a model that can be in pieces: those of every block, and of large layers outside of blocks.
 
-    Adapters (peft's) stay whole, and so does what several blocks have, or a module that is no layer. Works without
-    memory for the weights, and with any of them elsewhere.
-
-    Args:
-        lists: paths of its lists of blocks.
-        kept: ids of parameters inside blocks that are used outside of them as well.
+    Adapters (peft's) stay whole, and so do a parameter of several blocks, those that are used outside of their block
+    as well (``kept``, by id), and a module that is no layer. Works with weights that are not here. ``lists`` are paths.
     """
     blocks = [f"{path}.{name}" for path in lists for name, _ in model.get_submodule(path).named_children()]
     holders: dict[int, list[str]] = {}
@@ -193,7 +186,7 @@ def groups_of(model: nn.Module, layout: TokenLayout) -> list[GatherGroup]:
 
 
 def parameters_in_pieces(model: nn.Module, layout: TokenLayout) -> int:
-    """The number of a transformer's parameters that ``shard`` distributes. Works without memory for them."""
+    """The number of a transformer's parameters that ``shard`` distributes."""
     names = (name for group in groups_of(model, layout) for name in group.parameters)
     return sum(model.get_parameter(name).numel() for name in names)
 
@@ -207,15 +200,15 @@ def _bytes_of(parameter: Tensor) -> int:
 
 @dataclass(eq=False)
 class Unit:
-    """A unit of weights that are gathered together.
+    """Weights that are gathered together.
 
     Attributes:
         name: path of the block or layer.
         modules: they run with it; the model itself: it is there while the model runs.
-        parameters: of the model.
-        parts: the plain tensors that they are made of.
-        packed: how those lie in memory.
-        piece: this rank's part of it, bytes.
+        parameters, parts: of the model, and the plain tensors that they are made of.
+        packed, piece: how those lie in memory, and this rank's part of it, bytes.
+        running, lent: the calls in progress that run with it, and the memory that was lent for what was received.
+        changes: the state of each tensor when it was let go of.
     """
 
     name: str
@@ -224,10 +217,8 @@ class Unit:
     parts: Sequence[Tensor]
     packed: Packed
     piece: Tensor
-    # The calls in progress that run with it, and the memory that was lent for what was received.
     running: int = 0
     lent: list[list[Tensor]] = field(default_factory=list)
-    # The state of each tensor when it was let go of.
     changes: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -260,11 +251,7 @@ class Unit:
         self.changes = [_changes(part) for part in self.parts]
 
     def check(self) -> None:
-        """Reject tensors that were cast, moved or changed, because gathered weights would not show it.
-
-        Raises:
-            InputError: naming them.
-        """
+        """Reject tensors that were cast, moved or changed, because gathered weights would not show it."""
         device = self.piece.device
         for part, (_, dtype) in zip(self.parts, self.packed.specs, strict=True):
             if part.dtype != dtype or part.device != device:
@@ -295,8 +282,8 @@ def units_of(model: nn.Module, groups: Iterable[GatherGroup], link: Link) -> lis
         InputError: a weight is of a kind that cannot be cut, or not there.
     """
     groups, units = list(groups), []
+    # All of them before any is let go of.
     for name in (name for group in groups for name in group.parameters):
-        # All of them before any is let go of.
         _check_plain(name, model.get_parameter(name), link)
     for group in groups:
         every = [model.get_parameter(name) for name in group.parameters]
@@ -332,10 +319,10 @@ class ShardedWeights:
     """The weights of one model in pieces on the ranks of a link. In place; `close` is the exact inverse.
 
     Args:
-        model: the model: whole, or with this rank's pieces only, as `ditmesh.load` leaves it.
+        model: whole, or with this rank's pieces only, as `ditmesh.load` leaves it.
         groups: of parameters that are gathered together.
         link: the ranks. They call the same modules in the same order.
-        chain: what wraps the model's forward; it becomes its next layer.
+        chain: what wraps the model's forward; the gathering becomes its next layer.
 
     Raises:
         InputError: a weight cannot be cut; or hooks of CPU offloading keep all of them.
@@ -345,7 +332,12 @@ class ShardedWeights:
         self, model: nn.Module, groups: Callable[[], Iterable[GatherGroup]], link: Link, chain: CallChain
     ) -> None:
         self.model, self.link = model, link
-        _refuse_offloading(model)
+        for path, module in model.named_modules():
+            if "group_offloading" in diffusers_hooks(module) or hasattr(module, "_hf_hook"):
+                raise InputError(
+                    f"{path or type(model).__name__} is offloaded to the CPU, which keeps all of its weights there, so "
+                    "that no rank could hold a part of them only; take the offloading off, or leave shard out"
+                )
         units: list[Unit] | None = vars(model).pop(UNITS, None)
         if units is not None and any(unit.packed.ranks != link.size for unit in units):
             raise InputError("this model was loaded for other ranks; load it with the configuration it is to run with")
@@ -369,18 +361,12 @@ class ShardedWeights:
                 enter, leave = WeightHook(self._enter, unit), WeightHook(self._leave, unit)
                 self._undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
                 self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
-        self._guard()
-
-    def _guard(self) -> None:
-        """Methods of the model that need whole weights."""
         error = InputError("saving would write empty weights, which ranks share in pieces; call ditmesh.restore(...)")
-        self._undo.callback(refuse_saving(self.model, error))
-        self._undo.callback(refuse_loading(self.model, self.spread, "this rank's piece"))
-        self._undo.callback(
-            refuse_reading(self.model, self.spread, "nothing, as its weights are in pieces on all ranks,")
-        )
+        self._undo.callback(refuse_saving(model, error))
+        self._undo.callback(refuse_loading(model, self.spread, "this rank's piece"))
+        self._undo.callback(refuse_reading(model, self.spread, "nothing, as its weights are in pieces on all ranks,"))
         names = ("fuse_lora", "unfuse_lora", "fuse_qkv_projections")
-        self._undo.callback(wrap_methods(self.model, names, self._with_whole))
+        self._undo.callback(wrap_methods(model, names, self._with_whole))
 
     def _with_whole(self, _: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.whole():
@@ -523,10 +509,7 @@ def gather_unit(unit: Unit, link: Link) -> list[Tensor]:
 
 
 class WeightHook:
-    """A hook that gathers weights before a module's call, or lets go of them behind it, also when it has raised.
-
-    It stays where other hooks are taken off.
-    """
+    """A hook that gathers weights before a module's call, or lets go of them behind it; it stays where others go."""
 
     brings_weights = True
 
@@ -535,15 +518,6 @@ class WeightHook:
 
     def __call__(self, *_: Any) -> None:
         self._call(self._unit)
-
-
-def _refuse_offloading(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if "group_offloading" in diffusers_hooks(module) or hasattr(module, "_hf_hook"):
-            raise InputError(
-                f"{path or type(model).__name__} is offloaded to the CPU, which keeps all of its weights there, so "
-                "that no rank could hold a part of them only; take the offloading off, or leave shard out"
-            )
 
 
 class ShardedModels(Strategy):

@@ -75,13 +75,15 @@ class TileWeights:
             if parameter is not None and parameter.requires_grad
         ]
         call = gradients.number
-        self._own: list[dict[nn.Parameter, Tensor]] = [
-            {
-                parameter: cast(Tensor, _Weight.apply(parameter, gradients, call, runs, tile))
-                for _, _, parameter in self._slots
-            }
-            for tile in here
-        ]
+
+        def of_tile(parameter: nn.Parameter, tile: int) -> Tensor:
+            def keep(gradient: Tensor) -> tuple[None]:
+                gradients.keep(call, runs, tile, parameter, gradient)
+                return (None,)
+
+            return _differentiable(lambda weight: weight.view_as(weight), keep, parameter)
+
+        self._own = [{parameter: of_tile(parameter, tile) for _, _, parameter in self._slots} for tile in here]
 
     def use(self, place: int) -> None:
         """The tile of that place among this rank's computes next."""
@@ -95,21 +97,22 @@ class TileWeights:
             slots[name] = parameter
 
 
-class _Weight(torch.autograd.Function):
-    """A weight for one tile."""
+class _Function(torch.autograd.Function):
+    """A function of tensors alone and its backward, which takes the results' gradients and returns the tensors'."""
 
     @staticmethod
-    def forward(
-        ctx: Any, parameter: nn.Parameter, gradients: WeightGradients, call: int, runs: tuple[range, ...], tile: int
-    ) -> Tensor:
-        ctx.parameter, ctx.gradients, ctx.place = parameter, gradients, (call, runs, tile)
-        return parameter.view_as(parameter)
+    def forward(ctx: Any, run: Callable[..., Any], backward: Callable[..., Sequence[Any]], *tensors: Tensor) -> Any:
+        ctx.back = backward
+        return run(*tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        ctx.gradients.keep(*ctx.place, ctx.parameter, grads[0])
-        return None, None, None, None, None
+        return None, None, *ctx.back(*grads)
+
+
+def _differentiable(run: Callable[..., Any], backward: Callable[..., Sequence[Any]], *tensors: Tensor) -> Any:
+    return _Function.apply(run, backward, *tensors)
 
 
 # --- tokens ---------------------------------------------------------------------------------------------------
@@ -117,55 +120,32 @@ class _Weight(torch.autograd.Function):
 
 def cut(whole: Tensor, tokens: Partition, dim: int, link: Link) -> Tensor:
     """This rank's tokens of a tensor that all ranks have whole; the backward pass gathers all ranks' gradients."""
-    return cast(Tensor, _Cut.apply(whole, tokens, dim, link))
+    lengths = tokens.lengths
 
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        gathered = link.all_gather(gradient.contiguous(), lengths, dim)
+        return (tokens.join(gathered.split(lengths, dim), dim),)
 
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, tokens: Partition, dim: int, link: Link) -> Tensor:
-        ctx.tokens, ctx.dim, ctx.link = tokens, dim, link
-        return tokens.copy(whole, dim, link.rank)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        lengths = ctx.tokens.lengths
-        gathered = ctx.link.all_gather(grads[0].contiguous(), lengths, ctx.dim)
-        return ctx.tokens.join(gathered.split(lengths, ctx.dim), ctx.dim), None, None, None
+    return _differentiable(lambda whole: tokens.copy(whole, dim, link.rank), backward, whole)
 
 
 def split(part: Tensor, here: Partition, dim: int) -> list[Tensor]:
     """A rank's tokens, tile by tile."""
-    return list(cast(Any, _Split.apply(part, here, dim)))
 
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, here: Partition, dim: int) -> tuple[Tensor, ...]:
-        ctx.here, ctx.dim = here, dim
+    def run(part: Tensor) -> tuple[Tensor, ...]:
         return tuple(here.copy(part, dim, tile) for tile in range(here.parts))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return ctx.here.join(grads, ctx.dim), None, None
+    return list(_differentiable(run, lambda *grads: (here.join(grads, dim),), part))
 
 
 def join_tiles(pieces: Sequence[Tensor], dim: int) -> Tensor:
     """The tokens of a rank's tiles as one tensor; tiles get their gradients as they lie on any number of ranks."""
-    return cast(Tensor, _Join.apply(dim, *pieces))
+    lengths = [piece.shape[dim] for piece in pieces]
 
+    def backward(gradient: Tensor) -> list[Tensor]:
+        return [aligned(part) for part in gradient.split(lengths, dim)]
 
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, dim: int, *pieces: Tensor) -> Tensor:
-        ctx.dim, ctx.lengths = dim, [piece.shape[dim] for piece in pieces]
-        return torch.cat(pieces, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, *(aligned(part) for part in grads[0].split(ctx.lengths, ctx.dim))
+    return _differentiable(lambda *pieces: torch.cat(pieces, dim), backward, *pieces)
 
 
 # --- shared by all tiles ----------------------------------------------------------------------------------------
@@ -173,23 +153,15 @@ class _Join(torch.autograd.Function):
 
 def for_each(value: Tensor, runs: tuple[range, ...], link: Link) -> list[Tensor]:
     """A tensor that all ranks have, for every tile of this rank; the backward pass adds all tiles' gradients up."""
-    return list(cast(Any, _ForEach.apply(value, runs, link)))
+    run = runs[link.rank]
 
-
-class _ForEach(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, runs: tuple[range, ...], link: Link) -> tuple[Tensor, ...]:
-        ctx.runs, ctx.link = runs, link
-        return tuple(aligned(value).clone() for _ in runs[link.rank])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        runs, link = ctx.runs, ctx.link
+    def backward(*grads: Tensor) -> tuple[Tensor]:
         mine = OrderedSum(runs[-1].stop)
-        for tile, gradient in zip(runs[link.rank], grads, strict=True):
+        for tile, gradient in zip(run, grads, strict=True):
             mine.add((tile, tile + 1), gradient)
-        return summed(mine, runs, link, grads[0]), None, None
+        return (summed(mine, runs, link, grads[0]),)
+
+    return list(_differentiable(lambda value: tuple(aligned(value).clone() for _ in run), backward, value))
 
 
 def summed(mine: OrderedSum, runs: Sequence[range | set[int]], link: Link, like: Tensor) -> Tensor:
@@ -221,12 +193,8 @@ class AttentionOfTiles:
 
     Attributes:
         attend: computes it without gradients: queries, keys and values of this rank's tiles to their outputs.
-        queries, keys: the streams by tile.
-        runs: the tiles of every rank.
-        link: the sequence ranks.
-        kernel: computes attention on one device.
+        queries, keys: the streams by tile; ``runs``: the tiles of every rank.
         mask_of: the mask of every tile's queries over all keys, or None.
-        scale: factor of the scores.
     """
 
     attend: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], list[Tensor]]

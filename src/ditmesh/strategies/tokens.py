@@ -51,7 +51,7 @@ class TokenStrategy(Strategy):
         place = block // config.sequence, mesh.sequence.rank, mesh.world.rank % config.tensor
         told = (lambda: mesh.waited), (lambda: getattr(handlers[0], "shares", ())), (place, sizes)
         # Of work on an accelerator the host does not see how long it took.
-        balanced = config.speeds == "auto" and config.pipe == 1 and mesh.sequence.size > 1
+        balanced = config.speeds == "auto" and mesh.sequence.size > 1
         if not balanced or mesh.device.type != "cpu":
             return StepLoads(*told)
 
@@ -84,6 +84,7 @@ class TokenStrategy(Strategy):
             balance.forget()
 
     def balances(self) -> list[Balance]:
+        """Speeds of the ranks, one per transformer, once applied."""
         return [handler.balance for handler in self.handlers()]
 
     def handlers(self) -> list[Any]:

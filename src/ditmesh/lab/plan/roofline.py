@@ -173,7 +173,7 @@ def _staged(
 def synchronous_steps(config: ParallelConfig, steps: int) -> int:
     """The number of synchronous steps that a policy gives a request; all steps if it decides by drift."""
     policy = parse(config.warmup)
-    if getattr(policy, "reads_drift", True):
+    if policy.reads_drift:
         return steps
     levels = tuple(1 - at / steps for at in range(steps + 1))
     outlook = Outlook(config.patches or max(config.sequence, config.pipe), levels)

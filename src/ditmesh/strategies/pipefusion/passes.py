@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,12 +22,11 @@ from ...core.patching import Proceed
 from ...errors import InputError, LayoutError
 from ...layout import Region, Stream
 from ...parts.lazy import SHARED_OWNER, Owners
-from ..balance import median_seconds
 from ..hooks import BlockSite
 from ..sequence import result_of
 from ..token_cuts import shared
 from .patches import Buffers, ForwardRun, PatchParallel, skipped
-from .stages import StageDone, Stages, filled
+from .stages import StageDone, Stages
 
 
 @dataclass
@@ -38,8 +36,7 @@ class PatchPlan:
     Attributes:
         tokens: image tokens of every patch, by block list.
         streams: shape and dtype of the streams where a list begins, by block list and stream.
-        outputs: shape and dtype of every tensor the model returns, on the meta device.
-        owners: which patch owns which element of it.
+        outputs, owners: every tensor the model returns, on the meta device, and which patch owns which element of it.
         leaves, spec: the model's output, flattened; an empty tensor stands for every tensor.
         skips: block -> the earlier block that passes it image tokens besides the streams, by number.
         text_along: block lists through which text must go with every patch.
@@ -63,12 +60,9 @@ class PatchPlan:
 
 
 class DryRun(ForwardRun):
-    """Runs the glue only, and records the streams it sees.
+    """Runs the glue only, up to the list ``until``, and records the streams it sees.
 
-    Args:
-        stages: of the model.
-        poison: block list, start and length of a run of image tokens that are set to NaN when it ends.
-        until: the run ends where this list begins.
+    ``poison``: block list, start and length of a run of image tokens that are set to NaN when it ends.
     """
 
     def __init__(
@@ -107,14 +101,13 @@ class DryRun(ForwardRun):
         if self._poison is not None and self._poison[0].blocks == site.region.blocks and site.is_last:
             value.narrow(main.dim, *self._poison[1:]).fill_(torch.nan)
         self._made[id(value)] = (self._stages.numbers[site.path], value)
-        return skipped(site, arguments, {main.name: value})
+        return skipped(site.region, arguments, {main.name: value})
 
 
 class TextlessRun(ForwardRun):
     """A dry run that tries this stage's first block of every list on the second patch without text.
 
-    Attributes:
-        failed: block lists with a block that raised, or returned another number of tokens.
+    ``failed`` are block lists with a block that raised, or returned another number of tokens.
     """
 
     patch = 1
@@ -131,13 +124,24 @@ class TextlessRun(ForwardRun):
             self._tried.add(region.blocks)
             if not self._runs(site, proceed, arguments.copy()):
                 self.failed.add(region.blocks)
-        return skipped(site, arguments)
+        return skipped(site.region, arguments)
 
     def _runs(self, site: BlockSite, proceed: Proceed, arguments: Arguments) -> bool:
         region = site.region
         if any(stream.replicate for stream in region.streams):
             return False
-        held = Partition.beside([shared(stream, self._lengths(region, stream, arguments)) for stream in region.streams])
+        # Text goes with the first patch.
+        held = Partition.beside(
+            [
+                shared(
+                    stream,
+                    self._plan.tokens[region.blocks]
+                    if stream is region.main
+                    else (arguments.get(stream.arg).shape[stream.dim], *(0,) * (self.patches - 1)),
+                )
+                for stream in region.streams
+            ]
+        )
         # Of a cut argument, a dimension of size 1 is the same for all tokens.
         cuts = [(stream.arg, stream.dim, (stream.name,), None, 0) for stream in region.streams]
         cuts += [(cut.arg, cut.dim, cut.tokens, cut.ndim, 2) for cut in region.cuts]
@@ -158,42 +162,9 @@ class TextlessRun(ForwardRun):
                 return False
         return True
 
-    def _lengths(self, region: Region, stream: Stream, arguments: Arguments) -> tuple[int, ...]:
-        """A stream's tokens in every patch: text goes with the first."""
-        if stream is region.main:
-            return self._plan.tokens[region.blocks]
-        return (arguments.get(stream.arg).shape[stream.dim], *(0,) * (self.patches - 1))
-
-
-class TimedRun(ForwardRun):
-    """A dry run that times the first block of every kind: as much work on every rank.
-
-    An image that goes through a block patch by patch costs what it costs as a whole: tokens and queries add up, and
-    every query sees all keys.
-
-    Attributes:
-        seconds: time of every kind.
-    """
-
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
-        self.seconds: list[float] = []
-
-    def block(self, site: BlockSite, proceed: Proceed, arguments: Arguments) -> Any:
-        stages = self._stages
-        # Kinds are numbered in the order in which blocks run.
-        if stages.kinds[stages.numbers[site.path]] == len(self.seconds):
-            with filled(stages.model.get_submodule(site.path)):
-                self.seconds.append(median_seconds(partial(proceed, arguments), stages.mesh.device))
-        return skipped(site, arguments)
-
 
 class PatchRun(ForwardRun):
-    """One patch on its way through this stage; ``send`` sends tensors to the next one.
-
-    Attributes:
-        finishes: whether this is the last stage, which runs the model to its end.
-    """
+    """One patch on its way through this stage; the last one ``finishes``: it runs the model to its end."""
 
     def __init__(
         self,
@@ -255,9 +226,11 @@ class PatchRun(ForwardRun):
         if stages.first <= number <= stages.last:
             return proceed(arguments)
         if number != stages.first - 1 or self._arriving is None:
-            return skipped(site, arguments)
+            return skipped(site.region, arguments)
         self._received = dict(zip(self._arrived, self._arriving.wait(), strict=True))
-        return skipped(site, arguments, {key: value for key, value in self._received.items() if isinstance(key, str)})
+        return skipped(
+            site.region, arguments, {key: value for key, value in self._received.items() if isinstance(key, str)}
+        )
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
         number, stages = self._stages.numbers[site.path], self._stages

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...attention import masks
@@ -42,18 +41,13 @@ from .stages import PipeStrategy
 
 @dataclass
 class KVBuffer:
-    """Keys and values of one attention call over the whole sequence, in the order of one device.
+    """Keys and values (B, h, S, D) of one attention call over the whole sequence, in the order of one device.
 
-    Attributes:
-        k_bhsd, v_bhsd: (B, h, S, D), h the heads that this rank computes.
-        seen: the patches that have written theirs since the request began.
-        masks: key masks put together from the patches', by stream, each with the patches that have written theirs.
+    h are the heads that this rank computes; ``masks`` are key masks put together from the patches', by stream.
     """
 
-    k_bhsd: Tensor | None = None
-    v_bhsd: Tensor | None = None
-    seen: set[int] = field(default_factory=set)
-    masks: dict[str, tuple[Tensor, set[int]]] = field(default_factory=dict)
+    keys_values: tuple[Tensor, Tensor] | None = None
+    masks: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -61,19 +55,14 @@ class Buffers:
     """The keys and values that one guidance branch keeps between patches and steps of a request.
 
     Attributes:
-        keys: per attention call: path of the block and number of the call.
+        keys: by path of the block and number of its attention call.
         streams: whole streams as the patches left them at the end of a block list.
-        step: the last step that wrote to it; before: the one before that.
+        step: the last step that wrote to it.
     """
 
     keys: dict[tuple[str, int], KVBuffer] = field(default_factory=dict)
     streams: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     step: int = -1
-    before: int = -1
-
-    def begin_step(self, step: int) -> None:
-        """Begin a step: later writes belong to it."""
-        self.before, self.step = self.step, step
 
 
 class ForwardRun:
@@ -81,8 +70,7 @@ class ForwardRun:
 
     Attributes:
         buffers: of the branch; None in a dry run, in which nothing is cut and numbers do not matter.
-        patches: how many patches the image is cut into; 1 in a synchronous step.
-        patch: the one that is on its way.
+        patches, patch: how many the image is cut into, 1 in a synchronous step; and the one that is on its way.
     """
 
     buffers: Buffers | None = None
@@ -101,7 +89,7 @@ class ForwardRun:
 
     def block(self, site: BlockSite, proceed: Proceed, arguments: Arguments) -> Any:
         """Run the block, or skip it."""
-        return skipped(site, arguments)
+        return skipped(site.region, arguments)
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
         """A block has returned; its tokens are not put together yet where a list ends."""
@@ -151,29 +139,21 @@ class PatchLink:
         # Masks are gathered stream by stream.
         stream = self._masked.pop(0)
         piece = self.patch_of(piece, lengths, dim)
-        shape = (*piece.shape[:dim], sum(lengths), *piece.shape[dim + 1 :])
-        whole, seen = kept.masks.get(stream, (piece, set()))
-        if whole.shape != shape or whole.dtype != piece.dtype:
-            whole, seen = piece.new_zeros(shape), set()
-        start = sum(lengths[: self.group.start])
-        whole.narrow(dim, start, piece.shape[dim]).copy_(piece)
-        seen = written(seen, self)
-        kept.masks[stream] = (whole, seen)
-        everything = {ALL_PATCHES} if self.patches == 1 else set(range(self.patches))
-        if not (everything if ALL_PATCHES in kept.seen else kept.seen) <= seen:
+        if self.patches == 1:
+            kept.masks[stream] = piece.clone()
+            return piece
+        whole, shape = kept.masks.get(stream), (*piece.shape[:dim], sum(lengths), *piece.shape[dim + 1 :])
+        if whole is None or whole.shape != shape or whole.dtype != piece.dtype:
             raise LayoutError(
                 f"an attention mask over {stream} tokens has another form, {tuple(shape)}, than in the steps "
                 "before; it cannot be put together from its patches"
             )
+        whole.narrow(dim, sum(lengths[: self.group.start]), piece.shape[dim]).copy_(piece)
         return whole
 
 
 class PatchCut(TokenCut):
-    """Tokens of every patch, cut into runs for the sequence ranks of a stage.
-
-    Attributes:
-        run: the run in progress.
-    """
+    """Tokens of every patch, cut into runs for the sequence ranks of a stage."""
 
     link: PatchLink
     run: ForwardRun | None = None
@@ -210,8 +190,7 @@ class PatchParallel(SequenceParallel):
     """Handler of one transformer's hooks under PipeFusion.
 
     Args:
-        config, mesh: as `SequenceParallel` takes them.
-        monitor: is shown how far keys and values have moved.
+        monitor: is shown the keys and values of every patch.
         blocks: number in the monitor of every block, by path.
 
     Attributes:
@@ -239,6 +218,13 @@ class PatchParallel(SequenceParallel):
         link = self.patch_link
         link.patches, link.patch = (run.patches, run.patch) if run is not None else (1, 0)
         link.alone = run is None or run.buffers is None
+
+    @property
+    def _kept(self) -> Buffers:
+        """What the run in progress keeps."""
+        assert self.run is not None
+        assert self.run.buffers is not None
+        return self.run.buffers
 
     # --- blocks --------------------------------------------------------------------------------------------
 
@@ -270,7 +256,6 @@ class PatchParallel(SequenceParallel):
                     arguments.set(path, aligned(value))
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
-        """As in `SequenceParallel`; where a block list ends the patch takes its place in the whole stream."""
         self._check_coverage(site)
         self._call.ran = False
         if self.run is not None:
@@ -279,20 +264,19 @@ class PatchParallel(SequenceParallel):
         return super().after_block(site, output)
 
     def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
-        link, site, run = self.patch_link, self._leaving, self.run
+        link = self.patch_link
         if link.alone:
             return value
         value = link.patch_of(value, tokens.lengths, stream.dim)
         if link.patches == 1:
             return value
-        assert run is not None
-        assert run.buffers is not None
-        assert site is not None
+        assert self._leaving is not None
+        streams = self._kept.streams
         shape = (*value.shape[: stream.dim], tokens.total, *value.shape[stream.dim + 1 :])
-        key = (site.span, stream.name)
-        whole = run.buffers.streams.get(key)
+        key = (self._leaving.span, stream.name)
+        whole = streams.get(key)
         if whole is None or whole.shape != shape or whole.dtype != value.dtype:
-            whole = run.buffers.streams[key] = value.new_zeros(shape)
+            whole = streams[key] = value.new_zeros(shape)
         whole.narrow(stream.dim, tokens.start(link.group.start), value.shape[stream.dim]).copy_(value)
         # The model may write to its inputs.
         return whole.clone()
@@ -316,12 +300,9 @@ class PatchParallel(SequenceParallel):
     def attend_distributed(self, attention: AttentionCall) -> Tensor:
         """The patch's queries over all keys: its own, and those that the other patches have left."""
         queries, keys, mask = attention.queries, attention.keys, attention.mask
-        run, site, link = self.run, self._call.site, self.patch_link
-        assert run is not None
-        assert run.buffers is not None
-        assert site is not None
-        buffers, block = run.buffers, self._blocks[site.path]
-        kept = buffers.keys.setdefault((site.path, self._call.attention_calls - 1), KVBuffer())
+        link, buffers, path = self.patch_link, self._kept, self._site.path
+        call = path, self._call.attention_calls - 1
+        kept = buffers.keys.setdefault(call, KVBuffer())
         groups = self.mixer.groups(link.group.start)
         if mask is not None:
             link.begin_attention(kept, keys)
@@ -330,16 +311,10 @@ class PatchParallel(SequenceParallel):
             mask = masks.everywhere(mask, queries, keys, self.link, groups[self.mesh.ring.rank], self.steady)
 
         def compute(q: list[Tensor], k: Tensor, v: Tensor, given: list[Tensor | None]) -> list[Tensor]:
-            (mask,) = given
-            if buffers.before >= 0 and buffers.before == buffers.step - 1:
-                self._observe(block, kept, k, v, keys)
-            k, v = _keep(kept, k, v, keys, link)
-            if len(kept.seen) < link.patches:
-                # The first step without warm-up: nothing is known of the patches to come.
-                k, v = (_of_patches(t, keys, link, kept.seen, 2) for t in (k, v))
-                if mask is not None and mask.shape[-1] > 1:
-                    mask = _of_patches(mask, keys, link, kept.seen, 3)
-            return [self.kernel(q[0], k, v, mask, attention.scale)]
+            # Of another number of patches before: nothing to compare with.
+            sample = id(buffers), call, link.patches, link.patch
+            self._monitor.observe(self._blocks[path], sample, buffers.step, (k, v), dim=2)
+            return [self.kernel(q[0], *_keep(kept, k, v, keys, link), given[0], attention.scale)]
 
         (out,) = self.mixer.attend_distributed(
             [attention.q_bhsd],
@@ -355,42 +330,32 @@ class PatchParallel(SequenceParallel):
         )
         return out
 
-    def _observe(self, block: int, kept: KVBuffer, k: Tensor, v: Tensor, keys: Partition) -> None:
-        """Compare a patch's keys and values with those of the step before, which they are about to replace."""
-        link, (batch, heads, _, dim) = self.patch_link, k.shape
-        if kept.k_bhsd is None or kept.v_bhsd is None or kept.k_bhsd.shape != (batch, heads, keys.total, dim):
-            return
-        if not {ALL_PATCHES, link.patch if link.patches > 1 else self.patches - 1} & kept.seen:
-            return
-        places = keys.places(link.group)
-        fresh = zip(*(tensor.split([length for _, length in places], dim=2) for tensor in (k, v)), strict=True)
-        for block_of_keys, (now, (place, length)) in enumerate(zip(fresh, places, strict=True)):
-            # Tensors that go with every patch are older than a step for the first patch only.
-            if length and not (block_of_keys in keys.replicated and link.patch > 0):
-                before = kept.k_bhsd.narrow(2, place, length), kept.v_bhsd.narrow(2, place, length)
-                self._monitor.compare(block, now, before, dim=2)
-
 
 def _keep(kept: KVBuffer, k: Tensor, v: Tensor, keys: Partition, link: PatchLink) -> tuple[Tensor, Tensor]:
-    """Write a patch's keys and values to their places; returns those of the whole sequence."""
-    total = keys.total
-    shape = (k.shape[0], k.shape[1], total)
-    if kept.k_bhsd is None or kept.v_bhsd is None or kept.k_bhsd.shape != (*shape, k.shape[3]):
-        kept.k_bhsd = k.new_empty((shape[0], total, shape[1], k.shape[3])).transpose(1, 2)
-        kept.v_bhsd = v.new_empty((shape[0], total, shape[1], v.shape[3])).transpose(1, 2)
-        kept.seen.clear()
+    """Write a patch's keys and values to their places; returns those of the whole sequence.
+
+    A synchronous step, which comes first, makes room for them.
+    """
+    batch, heads, _, dim = k.shape
+    whole = kept.keys_values
+    if whole is None or whole[0].shape != (batch, heads, keys.total, dim):
+        if link.patches > 1:
+            raise LayoutError(
+                f"attention has {keys.total} keys of {heads} heads, and in the step before there were others; patches "
+                "cannot be told when their number changes within a request: use ulysses, ring or tensor"
+            )
+        room = (t.new_empty((batch, keys.total, heads, t.shape[3])).transpose(1, 2) for t in (k, v))
+        whole = kept.keys_values = next(room), next(room)
     if link.patches == 1:
-        kept.k_bhsd.copy_(k)
-        kept.v_bhsd.copy_(v)
-        kept.seen = written(kept.seen, link)
+        whole[0].copy_(k)
+        whole[1].copy_(v)
         return k, v
     places = keys.places(link.group)
-    for whole, part in ((kept.k_bhsd, k), (kept.v_bhsd, v)):
+    for tensor, part in zip(whole, (k, v), strict=True):
         for (place, length), fresh in zip(places, part.split([length for _, length in places], dim=2), strict=True):
             if length:
-                whole.narrow(2, place, length).copy_(fresh)
-    kept.seen = written(kept.seen, link)
-    return kept.k_bhsd, kept.v_bhsd
+                tensor.narrow(2, place, length).copy_(fresh)
+    return whole
 
 
 def _keep_mask(kept: KVBuffer, mask: Tensor, keys: Partition) -> None:
@@ -408,39 +373,11 @@ def _keep_mask(kept: KVBuffer, mask: Tensor, keys: Partition) -> None:
             return
     mask = mask[:, :1] if mask.stride(1) == 0 else mask
     for name, part in zip(keys.names, mask.split(keys.totals, dim=-1), strict=True):
-        kept.masks[name] = (part.clone(), {ALL_PATCHES})
+        kept.masks[name] = part.clone()
 
 
-def written(seen: set[int], link: PatchLink) -> set[int]:
-    """The patches that have written their part, after this one has, too."""
-    if link.patches == 1:
-        return {ALL_PATCHES}
-    return (set(range(link.patches)) if ALL_PATCHES in seen else seen) | {link.patch}
-
-
-# Stands for all patches: a synchronous step writes everything at once.
-ALL_PATCHES = -1
-
-
-def _of_patches(whole: Tensor, keys: Partition, link: PatchLink, seen: set[int], dim: int) -> Tensor:
-    """The entries along ``dim`` that belong to the patches that have been seen, in order."""
-    ranks = link.sequence.size
-    by_patch = keys.regroup([range(patch * ranks, (patch + 1) * ranks) for patch in range(link.patches)])
-    places = [
-        by_patch.places(patch)[block]
-        for block in range(len(keys.blocks))
-        for patch in ([0] if block in keys.replicated else sorted(seen))
-    ]
-    return torch.cat([whole.narrow(dim, *place) for place in places if place[1]], dim=dim)
-
-
-def skipped(site: BlockSite, arguments: Arguments, streams: dict[str, Tensor] | None = None) -> Any:
-    """The output of a skipped block: its input streams, or the given ones."""
-    return passed_over(site.region, arguments, streams)
-
-
-def passed_over(region: Region, arguments: Arguments, streams: dict[str, Tensor] | None = None) -> Any:
-    """As `skipped`, of any block of a list."""
+def skipped(region: Region, arguments: Arguments, streams: dict[str, Tensor] | None = None) -> Any:
+    """The output of a skipped block of a list: its input streams, or the given ones."""
     values = {stream.name: arguments.get(stream.arg) for stream in region.streams}
     values.update(streams or {})
     if region.main.out is None:

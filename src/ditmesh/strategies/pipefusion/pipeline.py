@@ -37,14 +37,13 @@ from ...errors import ConfigError, LayoutError
 from ...layout import Region
 from ...parts.lazy import SHARED_OWNER, Deferred, LazyPatches, settled_of
 from ...parts.part import whole_of
-from ...staleness.control import MESSAGE_TIMEOUT, WarmupControl
+from ...staleness.control import WarmupControl
 from ..base import ParallelModel, Request
 from .passes import (
     DryRun,
     PatchPlan,
     PatchRun,
     TextlessRun,
-    TimedRun,
     has_text,
     marked_tokens,
     owners_of,
@@ -55,19 +54,15 @@ from .stages import PipeStrategy, StageDone, Stages
 
 # Maximum pending messages of a rank before it waits for the oldest, in steps of patches.
 _STEPS_UNDER_WAY = 4
+# Seconds that a failed request waits for pending messages of other ranks.
+MESSAGE_TIMEOUT = 20.0
 # Plans that are kept: kinds of calls (shapes, contents of masks) that a pipeline makes by turns.
 _PLANS = 8
 
 
 @dataclass
 class _UnderWay:
-    """A request on its way through the stages.
-
-    Attributes:
-        buffers: keys and values of every branch.
-        flushes: see `PipeFusion`.
-        sent, expected: messages that may be on their way.
-    """
+    """A request on its way through the stages: keys and values of every branch, and messages on their way."""
 
     buffers: dict[Any, Buffers] = field(default_factory=dict)
     flushes: int = 0
@@ -86,12 +81,8 @@ class PipeFusion:
     """A transformer's forward, run patch by patch, stage by stage.
 
     Args:
-        model: the transformer, with its `Stages`, and the hooks of a `PatchParallel` in place; this becomes the next
-            layer of its forward.
-        control: the request's steps.
-
-    Attributes:
-        stages: which stage has which blocks.
+        model: with its `Stages`, and the hooks of a `PatchParallel` in place; this becomes the next layer of its
+            forward.
     """
 
     def __init__(self, model: ParallelModel, mesh: Mesh, control: WarmupControl) -> None:
@@ -117,27 +108,15 @@ class PipeFusion:
 
     @property
     def flushes(self) -> int:
-        """The number of times that a whole tensor was asked for since the request began and before its result.
-
-        Each time all stages wait for the last patch.
-        """
+        """How often in this request, before its result, all stages have waited for a whole tensor."""
         return self._of.value.flushes
 
-    @flushes.setter
-    def flushes(self, count: int) -> None:
-        self._of.value.flushes = count
-
     def begin_request(self) -> None:
-        """Begin a new request, independent of the previous one."""
         self._of.value.drain()
         self._of.renew()
 
     def end_request(self, failed: bool = False) -> None:
-        """End the request: wait for pending messages, and clear the buffers.
-
-        Args:
-            failed: it has raised. What other stages have sent is taken, but ranks that are gone are not waited for.
-        """
+        """Wait for pending messages, and clear the buffers; ``failed``: ranks that are gone are not waited for."""
         of = self._of.value
         of.buffers = {}
         try:
@@ -169,13 +148,8 @@ class PipeFusion:
         buffers = self.buffers.setdefault((call.branch, call.link, call.ahead, call.rows), Buffers())
         # A branch that comes for the first time, or that was left out, has no keys of the step before.
         synchronous = self.control.synchronous(buffers.step >= 0 and call.step - buffers.step <= 1)
-        buffers.begin_step(call.step)
+        buffers.step = call.step
         args, kwargs = whole_of((args, kwargs)) if synchronous else tree_map(settled_of, (args, kwargs))
-        # Only before anything is kept: a block that moves leaves its keys behind.
-        if self.stages.balance.wanted and not any(branch.keys for branch in self.buffers.values()):
-            timed = TimedRun(self.stages)
-            self._run(timed, *tree_map(_blank, (args, kwargs)))
-            self.stages.measured(timed.seconds)
         plan = self._plan(args, kwargs)
         if synchronous:
             return self._whole_picture(plan, buffers, args, kwargs)
@@ -216,13 +190,17 @@ class PipeFusion:
                 # One patch ahead, and no more: on NCCL the messages of a group share one queue, in which a receive that
                 # is posted long before its message is sent keeps this stage's own sends back.
                 following = self._patch_run(plan, buffers, self.patches, patch + 1)
-            known = tree_map(partial(_version, run.patch), (args, kwargs))
+            known = tree_map(
+                lambda leaf, patch=patch: leaf.version(patch) if isinstance(leaf, LazyPatches) else leaf, (args, kwargs)
+            )
             outputs = self._run_patch(run, *known)
             if alone:
                 for index, tensor in enumerate(_tensors(outputs)):
                     versions[index].append(Deferred(lambda t=tensor: t))
             elif run.finishes:
-                self._send_prediction(plan, run.patch, _tensors(outputs))
+                pairs = zip(_tensors(outputs), plan.owners, strict=True)
+                pieces = [tensor.reshape(-1)[owners.indices(run.patch)] for tensor, owners in pairs]
+                self._keep_sent(self.back.send(pieces, 0))
         return plan.rebuilt(
             [
                 LazyPatches(like, self.device, owners, of if first else None, self._assemble)
@@ -232,7 +210,11 @@ class PipeFusion:
 
     def _patch_run(self, plan: PatchPlan, buffers: Buffers, patches: int, patch: int) -> PatchRun:
         """A run that waits for the previous stage's tensors."""
-        run = PatchRun(self.stages, self.handler, plan, buffers, patches, patch, self._send_on)
+
+        def send_on(tensors: Sequence[Tensor]) -> None:
+            self._keep_sent(self.link.send([tensor.contiguous() for tensor in tensors], self.link.rank + 1))
+
+        run = PatchRun(self.stages, self.handler, plan, buffers, patches, patch, send_on)
         run.expect()
         return run
 
@@ -260,20 +242,11 @@ class PipeFusion:
 
     # --- messages ------------------------------------------------------------------------------------------
 
-    def _send_on(self, tensors: Sequence[Tensor]) -> None:
-        self._keep_sent(self.link.send([tensor.contiguous() for tensor in tensors], self.link.rank + 1))
-
     def _keep_sent(self, sent: Transfer) -> None:
         under_way = self._of.value.sent
         under_way.append(sent)
         while len(under_way) > _STEPS_UNDER_WAY * self.patches:
             under_way.popleft().wait()
-
-    def _send_prediction(self, plan: PatchPlan, patch: int, tensors: Sequence[Tensor]) -> None:
-        pieces = [
-            tensor.reshape(-1)[owners.indices(patch)] for tensor, owners in zip(tensors, plan.owners, strict=True)
-        ]
-        self._keep_sent(self.back.send(pieces, 0))
 
     def _expect_prediction(self, plan: PatchPlan, patch: int, versions: list[list[Deferred]]) -> None:
         pieces = [
@@ -298,7 +271,7 @@ class PipeFusion:
 
     def _assemble(self, lazy: LazyPatches) -> Tensor:
         """The whole tensor, on every rank: the first stage has it and sends it to the others. Waits for all patches."""
-        self.flushes += 1
+        self._of.value.flushes += 1
         if self.link.rank == 0:
             return self.back.broadcast(lazy.assemble_whole().contiguous(), 0)
         return self.back.broadcast(torch.empty(lazy.shape, dtype=lazy.dtype, device=lazy.device), 0)
@@ -337,14 +310,12 @@ class PipeFusion:
     def _planned(self, args: Any, kwargs: Any) -> PatchPlan:
         """Run the model's glue without its blocks, to see how patches lie in streams and outputs.
 
-        Where a block list ends the tokens of one patch are set to NaN; where the next one begins, and in the
-        output, NaN then marks what belongs to the patch.
+        Where a block list ends the tokens of one patch are set to NaN; NaN then marks what belongs to the patch where
+        the next one begins, and in the output.
         """
-        plan = PatchPlan()
         base = DryRun(self.stages)
         outputs, _ = self._run(base, args, kwargs)
-        plan.streams = base.shapes
-        plan.skips = base.skips
+        plan = PatchPlan(streams=base.shapes, skips=base.skips)
         leaves, plan.spec = tree_flatten(outputs)
         plan.leaves = [torch.empty(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         plan.outputs = [
@@ -438,10 +409,6 @@ def _blank(leaf: Any) -> Any:
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, LazyPatches) else leaf
 
 
-def _version(patch: int, leaf: Any) -> Any:
-    return leaf.version(patch) if isinstance(leaf, LazyPatches) else leaf
-
-
 def whole_result(result: Any) -> Any:
     """A pipeline's result with whole tensors."""
     if isinstance(result, list):
@@ -483,9 +450,10 @@ class PipeFusionCalls(PipeStrategy):
 
     def result(self, value: Any) -> Any:
         """Whole tensors in place of patches that have still to come."""
-        flushes = [pipe.flushes for pipe in self.pipes]
+        under_way = [pipe._of.value for pipe in self.pipes]
+        flushes = [one.flushes for one in under_way]
         value = whole_result(value)
         # At the end everything has to come anyway: that is no pause.
-        for pipe, count in zip(self.pipes, flushes, strict=True):
-            pipe.flushes = count
+        for one, count in zip(under_way, flushes, strict=True):
+            one.flushes = count
         return value

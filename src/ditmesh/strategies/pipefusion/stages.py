@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +20,6 @@ from ...config import ParallelConfig
 from ...core.patching import refuse_calls, refuse_loading, refuse_reading, refuse_saving, wrap_methods
 from ...errors import ConfigError, InputError
 from ...layout import Stream, TokenLayout
-from ..balance import Balance, mixed
 from ..base import Strategy
 
 
@@ -49,12 +47,6 @@ def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None
     >>> balanced([1, 1, 1, 1, 1, 1], 2, (2, 1))
     (4, 2)
     """
-    return _balanced(tuple(costs), stages, (1.0,) * stages if speeds is None else tuple(speeds))
-
-
-@lru_cache(maxsize=256)
-def _balanced(costs: tuple[float, ...], stages: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """`balanced`, remembered: a search asks for the same cuts again and again."""
     blocks = len(costs)
     if stages > blocks:
         way = f"pipe={blocks} or less" if blocks > 1 else "pipe=1"
@@ -64,7 +56,7 @@ def _balanced(costs: tuple[float, ...], stages: int, speeds: tuple[float, ...]) 
     sums = [0.0, *accumulate(costs)]
     # best[k][n]: (slowest, squares, minus the lengths) of the best cut of the first n blocks into k stages
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for speed in speeds:
+    for speed in speeds or (1.0,) * stages:
         longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for start, (slowest, squares, lengths) in best.items():
             for end in range(start + 1, blocks + 1):
@@ -97,7 +89,7 @@ def estimated_costs(model: nn.Module, layout: TokenLayout) -> list[float]:
 
 
 def first_cut(model: nn.Module, layout: TokenLayout, config: ParallelConfig) -> tuple[int, ...]:
-    """Blocks of every stage before anything has been measured. Works without memory for the weights.
+    """The number of blocks of every stage. Works without memory for the weights.
 
     Raises:
         ConfigError: fewer blocks than stages, or ``stages`` that are not the model's blocks.
@@ -107,7 +99,7 @@ def first_cut(model: nn.Module, layout: TokenLayout, config: ParallelConfig) -> 
         if sum(config.stages) != blocks:
             raise ConfigError(
                 f"stages={list(config.stages)} are {sum(config.stages)} blocks, but {layout.model} has {blocks}; give "
-                "numbers that add up to them, or 'estimated' or 'measured'"
+                "numbers that add up to them, or leave stages out"
             )
         return config.stages
     speeds = config.speeds if isinstance(config.speeds, tuple) and config.pipe > 1 else None
@@ -139,11 +131,6 @@ def stage_of(lengths: Sequence[int]) -> list[int]:
 class Stages:
     """The stages of one transformer: which has which blocks, and their weights. In place; `close` is the exact inverse.
 
-    What is measured: the cost of every kind of block (``stages="measured"``), and the speed of every stage
-    (``speeds="auto"``). Both need the inputs of a call, so the model is first cut by what is known without one, and
-    blocks move when the first call has shown more. All ranks agree on the numbers, and so on the cut: ranks that share
-    a block (tensor, sequence) must have it together, and rows and branches must find the same stages.
-
     Args:
         model: the transformer: whole on every rank, or with this rank's blocks only, as `ditmesh.load` leaves it.
         config: ``stages``, ``speeds``.
@@ -152,25 +139,15 @@ class Stages:
         numbers: of every block, by its path.
         regions: the block list of every block, by its number.
         lengths: blocks of every stage.
-        costs: cost of every block, in any unit: estimated, or measured relative to the cheapest.
-        balance: speeds of the stages, and whether the next call of the transformer is to measure these or the costs.
-        kinds: the kind of every block.
     """
 
     def __init__(self, model: nn.Module, layout: TokenLayout, config: ParallelConfig, mesh: Mesh) -> None:
-        self.model, self.mesh, self._config = model, mesh, config
+        self.model, self.mesh = model, mesh
         self.numbers = {path: number for number, (path, _) in enumerate(blocks_of(model, layout))}
         self.regions = [region for region in layout.regions for _ in model.get_submodule(region.blocks).children()]
-        self._estimated = first_cut(model, layout, config), estimated_costs(model, layout)
-        self.lengths, self.costs = self._estimated
-        self.kinds = kinds_of(model, layout)
+        self.lengths = first_cut(model, layout, config)
         several = mesh.pipe.size > 1
-        self.balance = Balance(
-            config.speeds if several else None, mesh.world, mesh.device, mesh.pipe.size, mesh.pipe.rank
-        )
-        self._measured: list[float] | None = None
-        self.balance.wanted = self._measuring = several and (config.stages == "measured" or config.speeds == "auto")
-        self._weights = StageWeights(model, layout, self.lengths, mesh.pipe, mesh.device) if several else None
+        self._weights = StageWeights(model, layout, self.lengths, mesh.pipe) if several else None
 
     @property
     def first(self) -> int:
@@ -187,43 +164,6 @@ class Stages:
         region, following = self.regions[number], self.regions[number + 1 : number + 2]
         chained = bool(following) and (following[0] is region or following[0].chained)
         return [stream for stream in region.streams if stream.used_after or chained]
-
-    def measured(self, seconds: Sequence[float]) -> None:
-        """Cut again by the time that this rank takes for a block of every kind, and move blocks. A collective call.
-
-        Nothing of a request may be kept or under way.
-        """
-        self.balance.wanted = False
-        if self._config.speeds == "auto":
-            self.balance.agree(sum(seconds[kind] for kind in self.kinds))
-        if self._config.stages == "measured":
-            self._agree_on_costs(seconds)
-        lengths = balanced(self.costs, len(self.lengths), self.balance.speeds)
-        if lengths != self.lengths and self._weights is not None:
-            self._weights.move(lengths)
-            self.lengths = lengths
-
-    def forget(self) -> None:
-        """Reset the measurements on all ranks, because they may differ."""
-        if self._weights is None:
-            return
-        self._measured = None
-        self.lengths, self.costs = self._estimated
-        self.balance.forget()
-        self.balance.wanted = self._measuring
-        # Blocks may have been on their way.
-        self._weights.move(self.lengths)
-
-    def _agree_on_costs(self, seconds: Sequence[float]) -> None:
-        world = self.mesh.world
-        mine = torch.tensor([seconds], dtype=torch.float64, device=self.mesh.device)
-        # Relative to the whole model: how fast a rank is does not count here.
-        shares = mine / mine[:, self.kinds].sum()
-        everybody = world.all_gather(shares, (1,) * world.size, dim=0)
-        fresh = everybody.quantile(0.5, dim=0).tolist()
-        self._measured = fresh if self._measured is None else mixed(fresh, self._measured)
-        # As with speeds: no more digits than a measurement is worth.
-        self.costs = [round(self._measured[kind] / min(self._measured), 2) for kind in self.kinds]
 
     def close(self) -> None:
         """Give every rank all blocks again, bit for bit. A collective call.
@@ -242,34 +182,21 @@ class StageWeights:
         model, layout: as `Stages` takes them.
         lengths: blocks of every stage.
         link: the stages.
-        device: where tensors that are sent may lie.
-
-    Attributes:
-        movable: ids of the tensors that one stage alone has.
     """
 
-    def __init__(
-        self, model: nn.Module, layout: TokenLayout, lengths: Sequence[int], link: Link, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, layout: TokenLayout, lengths: Sequence[int], link: Link) -> None:
         self.link = link
         self._blocks = [block for _, block in blocks_of(model, layout)]
-        self._model, self._device = model, device
+        self._model = model
+        self._owners = stage_of(lengths)
         # Adapters that are loaded later are on every stage.
-        kept = kept_parameters(model, layout)
-        self.movable = {
-            id(part)
-            for block in self._blocks
-            for parameter in block.parameters()
-            if id(parameter) not in kept
-            for part in parts_of(parameter)
-        }
-        stages = stage_of(lengths)
-        for number, parameter in self._parameters():
-            if stages[number] == link.rank and hasattr(parameter, ABSENT_ATTRIBUTE):
+        kept = {id(part) for p in model.parameters() if id(p) in kept_parameters(model, layout) for part in parts_of(p)}
+        for owner, parameter in self._parameters():
+            if owner == link.rank and hasattr(parameter, ABSENT_ATTRIBUTE):
                 raise InputError(
                     "this model was loaded for other stages; load it with the configuration it is to run with"
                 )
-            if stages[number] != link.rank and parameter.numel() and id(parameter) in self.movable:
+            if owner != link.rank and parameter.numel() and id(parameter) not in kept:
                 give_up(parameter)
         self._undo = ExitStack()
         self._guard()
@@ -306,33 +233,6 @@ class StageWeights:
         with filled(self._model):
             return method(*args, **kwargs)
 
-    def move(self, lengths: Sequence[int]) -> None:
-        """Change the stages' numbers of blocks, and send the weights of moved blocks. A collective call.
-
-        A stage gives a weight up when all stages have what they were to get, so that one that raises half way loses
-        none: it can be called again.
-
-        Args:
-            lengths: blocks of every stage, as many in all as before.
-        """
-        rank, stages = self.link.rank, stage_of(lengths)
-        weights = [(stages[number], p) for number, p in self._parameters() if id(p) in self.movable]
-        held = self._held([parameter for _, parameter in weights])
-        with torch.no_grad():
-            for (stage, parameter), holders in zip(weights, held, strict=True):
-                # One at a time and in the same order everywhere: no two stages wait for one another.
-                if stage not in holders and rank == holders[0]:
-                    self.link.send([parameter.data], stage).wait()
-                elif stage not in holders and rank == stage:
-                    like = parameter.data.new_empty(shape_of(parameter))
-                    (received,) = self.link.receive([like], holders[0]).wait()
-                    # Tensors that arrive may lie in memory that is only lent.
-                    take_back(parameter, received.clone())
-            self._held([])
-            for stage, parameter in weights:
-                if rank != stage and not hasattr(parameter, ABSENT_ATTRIBUTE):
-                    give_up(parameter)
-
     def close(self) -> None:
         """Give every rank all blocks again, bit for bit. Collective over the link; needs room for all of them.
 
@@ -342,32 +242,21 @@ class StageWeights:
         """
         self._undo.close()
         with whole_or_refused(self._model), torch.no_grad():
-            parameters = [parameter for _, parameter in self._parameters()]
-            for parameter, holders in zip(parameters, self._held(parameters), strict=True):
-                if self.link.rank == holders[0]:
-                    self.link.broadcast(parameter.data.contiguous(), holders[0])
+            for owner, parameter in self._parameters():
+                if self.link.rank == owner:
+                    self.link.broadcast(parameter.data.contiguous(), owner)
                 else:
                     like = parameter.data.new_empty(shape_of(parameter))
-                    take_back(parameter, self.link.broadcast(like, holders[0]))
+                    take_back(parameter, self.link.broadcast(like, owner))
 
     def _parameters(self) -> list[tuple[int, Tensor]]:
-        """Every parameter of the blocks, or the plain tensors that it is made of, with the number of its block."""
+        """Every parameter of the blocks, or the plain tensors that it is made of, with the stage that has its block."""
         return [
-            (number, part)
-            for number, block in enumerate(self._blocks)
+            (owner, part)
+            for owner, block in zip(self._owners, self._blocks, strict=True)
             for parameter in block.parameters()
             for part in parts_of(parameter)
         ]
-
-    def _held(self, parameters: Sequence[Tensor]) -> list[list[int]]:
-        """The stages that have each parameter. A collective call, also of none: it returns when all have come."""
-        have = torch.tensor(
-            [[1, *(not hasattr(parameter, ABSENT_ATTRIBUTE) for parameter in parameters)]], dtype=torch.int8
-        )
-        table = self.link.all_gather(have.to(self._device), (1,) * self.link.size, 0).bool().cpu()
-        if not table.any(0).all():
-            raise PeerError("no stage has some of the blocks any more")
-        return [column.nonzero().flatten().tolist() for column in table.t()[1:]]
 
 
 @contextmanager
@@ -422,12 +311,9 @@ def take_back(parameter: Tensor, value: Tensor) -> None:
 
 
 @contextmanager
-def filled(block: nn.Module) -> Iterator[None]:
-    """A block, or a model, that can run wherever its weights are: those of other stages are zeros while inside.
-
-    Time does not depend on values.
-    """
-    parts = (part for parameter in block.parameters() for part in parts_of(parameter))
+def filled(model: nn.Module) -> Iterator[None]:
+    """A model whose weights of other stages are zeros while inside."""
+    parts = (part for parameter in model.parameters() for part in parts_of(parameter))
     absent = [part for part in parts if hasattr(part, ABSENT_ATTRIBUTE)]
     try:
         for parameter in absent:
@@ -512,10 +398,3 @@ class PipelineStages(PipeStrategy):
         for model in self.context.models:
             stages = Stages(model.model, model.layout, self.context.config, self.context.mesh)
             undo.callback(model.add(stages).close)
-
-    def balances(self) -> list[Balance]:
-        return [model.get(Stages).balance for model in self.context.models]
-
-    def forget(self) -> None:
-        for model in self.context.models:
-            model.get(Stages).forget()

@@ -68,15 +68,14 @@ class StaleSequence(SequenceParallel):
         """One attention over tokens that lie on all ranks, as `SequenceParallel.attend_distributed`."""
         if attention.keys.all_replicated:
             return super().attend_distributed(attention)
-        call, control = self._call, self.control
-        assert call.site is not None
+        path, control = self._site.path, self.control
         now = control.clock.call
-        key = (now.branch, call.site.path, call.attention_calls - 1)
+        key = (now.branch, path, self._call.attention_calls - 1)
         with torch.no_grad():
             sample = (self.link.rank, *key)
             drifting = (attention.k_bhsd, attention.v_bhsd)
             share = self.moved_on(now.step)
-            control.monitor.observe(self._blocks[call.site.path], sample, now.step, drifting, dim=2, share=share)
+            control.monitor.observe(self._blocks[path], sample, now.step, drifting, dim=2, share=share)
         out = self.attend_stale(key, attention)
         for observe in self.observers:
             observe(key, attention, out)
@@ -166,7 +165,7 @@ class DisplacedParallel(StaleSequence):
             return out
         if self.control.decision.synchronous or not known:
             if not self.control.decision.synchronous:
-                self.control.filled()
+                self.control.log.steps[-1].filled += 1
             buffer.post(step, whole=True)
             buffer.arrive()
         else:

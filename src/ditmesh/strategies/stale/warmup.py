@@ -12,7 +12,7 @@ from ...core.clock import TIMESTEPS, timestep_of
 from ...errors import ConfigError, InputError
 from ...layout import TokenLayout
 from ...staleness.control import WarmupControl
-from ...staleness.drift import DriftMonitor, summed_by
+from ...staleness.drift import DriftMonitor
 from ...staleness.policy import parse
 from ...staleness.schedule import noise_levels
 from ..base import ParallelModel, Request, Strategy
@@ -50,16 +50,10 @@ class StaleSteps(Strategy):
 
     def apply(self, undo: ExitStack) -> None:
         context, config = self.context, self.context.config
-        mesh, policy = context.mesh, parse(config.warmup)
-        if config.stages_or_patches:
-            patches = config.patches or config.pipe
-            monitor = DriftMonitor(mesh.world.all_reduce_async, mesh.device)
-            # A patch sees those before it fresh: of M - 1 others half, on average.
-            share = (patches - 1) / (2 * patches)
-            control = WarmupControl(policy, patches, monitor, context.clock, self._noise, lag=1, share=share)
-        else:
-            monitor = DriftMonitor(summed_by(mesh.world.all_reduce), mesh.device)
-            control = WarmupControl(policy, mesh.sequence.size, monitor, context.clock, self._noise)
+        mesh = context.mesh
+        devices = config.patches or config.pipe if config.stages_or_patches else mesh.sequence.size
+        monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
+        control = WarmupControl(parse(config.warmup), devices, monitor, context.clock, self._noise)
         self._control = context.add(control)
 
     def _noise(self) -> tuple[float, ...] | None:

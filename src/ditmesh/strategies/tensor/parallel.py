@@ -7,7 +7,6 @@ tensors, so adapters, other axes and every backend work as they do on one device
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
 from functools import partial
@@ -31,11 +30,10 @@ from ...layout import Table, TokenLayout
 from ..base import Strategy
 from ..heads import check_heads, heads_of
 from ..pipefusion.stages import shape_of, whole_or_refused
-from .rules import FUSED
 from .slices import Site, TensorPlan, base_layer_of, norm_width, plan_slices, share_cut
 
-# Of the parameters in a model's blocks: less cut than this is refused, less than that is said.
-LEAST_SHARE, USUAL_SHARE = 0.1, 0.4
+# Of the parameters in a model's blocks: less cut than this is refused.
+LEAST_SHARE = 0.1
 
 
 class TensorParallel:
@@ -61,8 +59,6 @@ class TensorParallel:
         self.link = link
         self.plan = plan or plan_slices(model, link.size)
         self._check_share()
-        # Query, key and value projections that were fused since, which have a rank's width.
-        self._fused: list[Tensor] = []
         self._undo = ExitStack()
         self._places = [
             (site, model.get_submodule(parent), name)
@@ -117,32 +113,19 @@ class TensorParallel:
             handle.remove()
         self._hung.clear()
         self._completed.clear()
-        model: Any = self.model
-        fused = bool(self._fused)
-        if fused:
-            model.unfuse_qkv_projections()
-            self._fused = []
         with whole_or_refused(self.model):
             self.gather_adapters()
             for site in self.plan.sites:
                 self._gather(site, _base_parameters(site, self._base(site)))
-        if fused:
-            # Of whole projections, which one device would have fused.
-            model.fuse_qkv_projections()
 
     def _check_share(self) -> None:
-        """Reject a model with almost no splittable weights, and report a small share."""
+        """Reject a model with almost no splittable weights."""
         share, name = share_cut(self.model, self.plan), type(self.model).__name__
-        said = f"tensor={self.link.size} cuts {share:.0%} of the parameters in the blocks of {name}"
         if share < LEAST_SHARE:
             raise ConfigError(
-                f"{said}, because its linear layers are not named as in the models that ditmesh has rules for, so that "
-                "it would share out neither memory nor work; use shard for memory, and ulysses, ring, cfg or data"
-            )
-        if share < USUAL_SHARE and self.link.rank == 0:
-            warnings.warn(
-                f"{said}; the rest is whole on every rank, which computes it again. Use shard to share out memory",
-                stacklevel=2,
+                f"tensor={self.link.size} cuts {share:.0%} of the parameters in the blocks of {name}, because its "
+                "linear layers are not named as in the models that ditmesh has rules for, so that it would share out "
+                "neither memory nor work; use shard for memory, and ulysses, ring, cfg or data"
             )
 
     # --- weights -----------------------------------------------------------------------------------------
@@ -195,35 +178,23 @@ class TensorParallel:
         )
         self._undo.callback(refuse_loading(model, self.spread, "this rank's slices"))
         self._undo.callback(refuse_reading(model, self.spread, "this rank's slice"))
-        names = ("fuse_lora", "fuse_qkv_projections", "unfuse_qkv_projections", "add_adapter", "load_lora_adapter")
+        names = ("fuse_lora", "fuse_qkv_projections", "unfuse_qkv_projections", "load_lora_adapter")
         self._undo.callback(wrap_methods(model, names, self._call_guarded))
 
     def _call_guarded(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the model that fuses projections, or adds or fuses adapters."""
+        """Call a method of the model that adds or fuses adapters."""
+        if name.endswith("fuse_qkv_projections"):
+            raise InputError(
+                f"{name}() was called with tensor={self.link.size}, and ranks hold slices of the projections; call "
+                f"ditmesh.restore(...), {name}(), and parallelize again"
+            )
         if name == "fuse_lora":
             # Adapters are added to weights that are cut: they must be cut alike, even before the first call.
             self._follow_adapters()
-        if self._fused and name in ("add_adapter", "load_lora_adapter"):
-            raise InputError(
-                f"fuse_qkv_projections() was called after parallelize with tensor={self.link.size}, so that the fused "
-                "projections have this rank's width, which no adapter has; call unfuse_qkv_projections(), or "
-                "ditmesh.restore(...), fuse, and parallelize again"
-            )
         if name == "load_lora_adapter" and kwargs.get("hotswap"):
             # It copies into the tensors that are there: they must have their whole size.
             self.gather_adapters()
-        if name == "unfuse_qkv_projections" and any(site.path.endswith(FUSED) for site in self.plan.sites):
-            raise InputError(
-                f"unfuse_qkv_projections() was called with tensor={self.link.size}, and ranks hold slices of what "
-                "had been fused before; call ditmesh.restore(...), unfuse, and parallelize again"
-            )
-        before = {id(parameter) for parameter in self.model.parameters()}
-        result = method(*args, **kwargs)
-        if name == "fuse_qkv_projections":
-            self._fused += [parameter for parameter in self.model.parameters() if id(parameter) not in before]
-        elif name == "unfuse_qkv_projections":
-            self._fused = []
-        return result
+        return method(*args, **kwargs)
 
     def _check_processors(self) -> None:
         """Reject attention processors with weights (an IP-Adapter's), which would get only a part of the heads."""
@@ -334,7 +305,6 @@ class TensorParallel:
     def spread(self) -> set[int]:
         """Ids of the parameters that are this rank's slices at the moment. Adapters are whole until the next call."""
         found = {id(p) for site in self.plan.sites for p in _held(site, self._base(site))}
-        found.update(id(p) for p in self._fused)
         for site, outer in self._linears():
             parameters = _adapter_parameters(site, outer)
             found.update(id(p) for p, dim in parameters if dim is None or p.shape[dim] != site.cut.total)

@@ -258,12 +258,7 @@ def _head_cuts(attention: nn.Module, path: str, degree: int) -> dict[str, Partit
         next((linear for name in names if (linear := _linear_at(attention, name))), None) for names in (QUERIES, KEYS)
     )
     queries = query.out_features if query is not None else vars(attention).get("inner_dim", 0)
-    named = (vars(attention).get(name) for name in ("heads", "num_heads", "n_heads", "num_attention_heads"))
-    heads = next((value for value in named if type(value) is int), None)
-    if heads is None and type(width := vars(attention).get("head_dim")) is int:
-        heads = queries // width
-    if heads is None:
-        raise InputError(f"{path} ({type(attention).__name__}) does not say how many heads it has")
+    heads = _heads_of(attention, path, queries)
     head_dim = queries // heads
     keys = key.out_features if key is not None else queries
     if head_dim == 0 or queries % heads or keys % head_dim or heads % (keys // head_dim):
@@ -286,6 +281,16 @@ def _head_cuts(attention: nn.Module, path: str, degree: int) -> dict[str, Partit
         "queries": Partition((tuple(n * per_group * head_dim for n in share),)),
         "keys": Partition((tuple(n * head_dim for n in share),)),
     }
+
+
+def _heads_of(attention: nn.Module, path: str, queries: int) -> int:
+    names = ("heads", "num_heads", "n_heads", "num_attention_heads")
+    numbers = [value for name in names if type(value := vars(attention).get(name)) is int]
+    if not numbers and type(width := vars(attention).get("head_dim")) is int:
+        numbers = [queries // width]
+    if not numbers:
+        raise InputError(f"{path} ({type(attention).__name__}) does not say how many heads it has")
+    return numbers[0]
 
 
 def _hidden_cut(size: int, degree: int) -> Partition:
