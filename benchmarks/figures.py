@@ -11,7 +11,6 @@ matplotlib.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -453,48 +452,6 @@ def draw_codecs(tables: Tables) -> Path | None:
     return save(figure, "codecs", f"{steps_and_images(some)}, one synchronous step; bars: standard error")
 
 
-def predicted_of(verdict: str) -> float | None:
-    """Decibels that a verdict of a budget says."""
-    found = re.search(r"([\d.]+) dB predicted", verdict)
-    return None if found is None else float(found[1])
-
-
-def draw_budgets(tables: Tables) -> Path | None:
-    """PSNR of every image over what `adaptive` predicted for them, and its budgets."""
-    some = of_four(tables, "budgets")
-    if not some:
-        return None
-    figure, axes = plt().subplots(1, len(some), figsize=(2.7 * len(some), 3.1), sharey=True, squeeze=False)
-    for axis, table in zip(axes[0], some, strict=True):
-        wanted: list[float] = []
-        for number, strategy in enumerate(("displaced", "displaced+linear")):
-            asked = [row for row in tables.rows(table, strategy=strategy) if "verdict" in row]
-            name = 'with predict="linear"' if number else "keys as they are"
-            for place, row in enumerate(asked):
-                least, each = float(row["warmup"].removeprefix("adaptive(").removesuffix("dB)")), row["each"]
-                wanted.append(least)
-                # Beside one another.
-                at, shown = least + 1.4 * number - 0.7, place == 0
-                style = {"color": COLOURS[2 * number], "marker": "o", "linestyle": "none", "markersize": 3}
-                axis.plot([at] * len(each), each, label=f"every image, {name}" if shown else None, **style)
-                predicted = predicted_of(row["verdict"])
-                if predicted is not None:
-                    style = {"color": COLOURS[1], "marker": "_", "linestyle": "none", "markersize": 8}
-                    axis.plot([at], [predicted], label="predicted" if shown and number else None, **style)
-                text = f"{row['synchronous']['value']:.0f}"
-                places = {"textcoords": "offset points", "fontsize": 6.5, "ha": "center"}
-                axis.annotate(text, (at, max(each)), xytext=(5 * number - 2.5, 4), color=COLOURS[2 * number], **places)
-        axis.plot(
-            [min(wanted) - 2, max(wanted) + 2], [min(wanted) - 2, max(wanted) + 2], color="#999999", linewidth=0.8
-        )
-        axis.set_title(f"{table['table']['model']}, of {table['table']['steps']} steps", fontsize=9)
-        axis.set_xlabel("budget, dB")
-    axes[0][0].set_ylabel("PSNR, dB")
-    axes[0][0].set_ylim(0, 108)
-    axes[0][min(1, len(some) - 1)].legend(fontsize=6.5, loc="upper left")
-    return save(figure, "budgets", f"{steps_and_images(some)}; numbers: synchronous steps; line: the budget itself")
-
-
 def draw_distribution(_: Tables) -> Path | None:
     """Class, Fréchet distance and sharpness of every row."""
     data = read("distribution")
@@ -714,7 +671,6 @@ FIGURES: dict[str, Callable[[Tables], Path | None]] = {
     "distribution": draw_distribution,
     "bytes": draw_bytes,
     "codecs": draw_codecs,
-    "budgets": draw_budgets,
     "load": draw_load,
     "moving": draw_moving,
     "sameness": draw_sameness,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -47,3 +49,29 @@ def describe_machine() -> dict[str, Any]:
         f"torch {machine['torch']}, diffusers {machine['diffusers']}; {machine['date']}"
     )
     return machine
+
+
+@contextmanager
+def counted(alive: Any) -> Iterator[None]:
+    """Messages in shared memory are no tensors."""
+    from ditmesh.comm.shared import SharedMemory
+
+    take, slot = SharedMemory.take, SharedMemory._slot
+
+    def taken(self: Any, *args: Any) -> Any:
+        tensors = take(self, *args)
+        for tensor in tensors:
+            alive.hold(tensor)
+        return tensors
+
+    def slotted(self: Any, size: int) -> Any:
+        made = slot(self, size)
+        alive.hold(made.contents)
+        return made
+
+    SharedMemory.take, SharedMemory._slot = taken, slotted  # type: ignore[method-assign]
+    try:
+        with alive:
+            yield
+    finally:
+        SharedMemory.take, SharedMemory._slot = take, slot  # type: ignore[method-assign]

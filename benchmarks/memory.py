@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
-from big_model import make
 from ditmesh.config import ParallelConfig
 from harness import command_line, write_figures
 from machine import describe_machine, give_freed_memory_back
@@ -46,6 +45,42 @@ FORMS = [
     "ulysses=2 shard=2 int8",
 ]
 OTHER = ("plain", "gloo", "FSDP2", "group-offload", "model-offload", "casting", "int8")
+
+
+def make(folder: Path, megabytes: float, blocks: int, latent: int, dtype: torch.dtype) -> int:
+    """Save a class-conditional pipeline whose transformer has about that many 10^6 bytes in float32; the exact number.
+
+    Args:
+        folder: where to.
+        megabytes: of the transformer.
+        blocks, latent: how many it has, and the side of its latents.
+        dtype: of the transformer's weights in the file.
+    """
+    import diffusers
+
+    def transformer(heads: int) -> Any:
+        torch.manual_seed(0)
+        return diffusers.DiTTransformer2DModel(
+            num_attention_heads=heads,
+            attention_head_dim=64,
+            in_channels=4,
+            out_channels=8,
+            num_layers=blocks,
+            sample_size=latent,
+            patch_size=2,
+            num_embeds_ada_norm=8,
+        )
+
+    with torch.device("meta"):
+        sizes = {heads: sum(p.numel() * 4 for p in transformer(heads).parameters()) for heads in range(2, 49, 2)}
+    model = transformer(min(sizes, key=lambda heads: abs(sizes[heads] - megabytes * 1e6)))
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, layers_per_block=1)
+    size = sum(p.nbytes for p in model.parameters())
+    diffusers.DiTPipeline(model.to(dtype), vae, diffusers.DDIMScheduler()).save_pretrained(folder)
+    index = folder / "model_index.json"
+    names = {number: f"class {number}" for number in range(8)}
+    index.write_text(json.dumps({**json.loads(index.read_text()), "id2label": names}))
+    return size
 
 
 class Memory:

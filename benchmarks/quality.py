@@ -11,7 +11,7 @@ goes on where it stood. Seeds come one after another: the first round draws ever
 one draws each once more from another seed, and the tables are made of what is there.
 
 ``policies``: which steps should be synchronous? Policies with the same number of synchronous steps, on N = 4 and 8.
-``roots``: fixed warm-ups on N = 2, 4, 8 and 16. ``singles``: which single step matters.
+``roots``: fixed warm-ups on N = 2, 4, 8 and 16.
 
 ``experiment``: 50 steps, N = 2, 4, 8, fixed warm-ups from none to 40 steps, first and last steps, adaptive; DDIM and
 DPM-Solver++. ``strategies``: naive patches, PipeFusion and compressed messages at the same steps. ``samplers``: three
@@ -53,7 +53,6 @@ class Table:
         part: what it answers.
         model, sampler, steps: of an embedded model.
         devices, warmups: everything is combined with everything.
-        which: also single steps, on the first number of devices.
         rounds: seeds at most; None: as many as are asked for.
         strategies: of `ditmesh study`.
         captions: pictures of one request.
@@ -66,7 +65,6 @@ class Table:
     steps: int
     devices: tuple[int, ...]
     warmups: tuple[str, ...]
-    which: bool = False
     rounds: int | None = None
     strategies: tuple[str, ...] = ("displaced",)
     captions: int = CAPTIONS
@@ -128,7 +126,6 @@ PREDICTED = tuple(f"{strategy}+linear" for strategy in ("displaced", *compressed
 
 TABLES = [
     *(Table("policies", *model, (4, 8), policies(model[2])) for model in (FLOW, SMALL, LARGE, MULTISTEP)),
-    *(Table("singles", *model, (4,), (), which=True, rounds=1) for model in (FLOW, SMALL)),
     *(Table("roots", *model, (2, 4, 8, 16), ROOTS, rounds=2) for model in (FLOW, SMALL)),
     Table("experiment", "emoji-dit-s", "ddim", LONG, NUMBERS, (*WARMUPS, *PLACED)),
     Table("experiment", "emoji-dit-s", "dpm", LONG, (2,), ("fixed(0)", "fixed(1)", "fixed(40)")),
@@ -207,7 +204,6 @@ def plan_of(table: Table, rounds: int, models: Path) -> Any:
         labels=class_numbers(prompts, info),
         images=rounds,
         batch=table.captions,
-        which=table.which,
         detail=table.detail,
     )
 
@@ -267,11 +263,8 @@ def figures_of(results: Any, pictures: Path) -> dict[str, Any]:
         "images": seeds_of(results)[0],
         "seeds": seeds_of(results)[1],
         "prompts": sorted({prompt for _, prompt, _ in results.synchronous}),
-        "rows": [row_of(results, at, pictures) for at in results.asked()],
-        "against_others": results.against_others(),
-        "single_steps": results.single_steps(),
+        "rows": [row_of(results, at, pictures) for at in results.by],
         "rule": results.rule(sampler, strategy),
-        "root_pairs": results.root_pairs(sampler, strategy),
     }
 
 
@@ -341,44 +334,13 @@ def rounded(value: Any, digits: int = 5) -> Any:
 
 def show(table: Table, results: Any) -> None:
     """Print one table."""
-    from ditmesh.lab.study.analysis import Mean, findings
+    from ditmesh.lab.study.analysis import findings
 
     count, seeds = seeds_of(results)
     title = f"{table.model}, {table.sampler}, {table.steps} steps: {count} pictures, seeds {seeds[0]} to {seeds[-1]}"
     print(f"\n{table.part}: {title}; dB against the synchronous picture of the same seed, ± standard error")
-    if table.part == "policies":
-        apart = {
-            (beside["devices"], other["warmup"], beside["synchronous"]): (Mean(**other["difference"]), other)
-            for beside in results.against_others()
-            for other in beside["others"]
-        }
-        by, thousand = "adaptive is closer by", "1000 ST-LPIPS"
-        print(f"{'N':>2} {'K':>2}  {'policy':<20}{'PSNR':>15}{by:>26}{thousand:>15}{by:>24}{'nearest':>9}")
-        for row in sorted(results.rows(), key=lambda row: (row.devices, row.synchronous.value)):
-            beside = apart.get((row.devices, row.warmup, row.synchronous.value))
-            text = "" if beside is None else closer_text(row, beside)
-            felt = Mean(None, None, 0) if beside is None else Mean(**beside[1]["perceptual_difference"])
-            closer = "" if felt.value is None else format(thousandfold(felt, -1), "+.2f")
-            perceptual = "" if row.perceptual.value is None else format(thousandfold(row.perceptual), ".2f")
-            right = "" if row.right.value is None else f"{row.right.value:.3f}"
-            print(
-                f"{row.devices:>2} {row.synchronous.value:>2g}  {row.warmup:<20}{format(row.psnr, '.2f'):>15}{text:>26}"
-                f"{perceptual:>15}{closer:>24}{right:>9}"
-            )
-            if row.warmup.startswith("adaptive("):
-                print(f"{'':7}{steps_of(results, row)}")
-        print(f"nearest picture of the synchronous runs: {row.right_synchronous:.3f}")
-        return
-    if table.part not in ("singles", "roots"):
-        show_rows(results)
-        return
-    for single in results.single_steps():
-        print(f"N = {single['devices']}, step: gain when synchronous beside the first; PSNR when it alone is stale")
-        for step, gain, left in zip(single["steps"], single["gain"], single["psnr_with_one_stale"], strict=True):
-            print(f"{step:>4}{format(Mean(**gain), '+.2f'):>16}{format(Mean(**left), '.2f'):>16}")
+    show_rows(results)
     if table.part == "roots":
-        for row in results.rows():
-            print(f"{row.devices:>2}  {row.warmup:<10}{format(row.psnr, '.2f'):>15}")
         for sentence in findings(results, {(table.sampler, "displaced"): results.rule(table.sampler, "displaced")})[1:]:
             print(sentence)
 
@@ -398,35 +360,11 @@ def show_rows(results: Any) -> None:
         apart = ""
         if base in results.by and at != base:
             apart = format(mean_difference([(results.psnr_of(at), results.psnr_of(base))]), "+.2f")
-        perceptual = "" if row.perceptual.value is None else format(thousandfold(row.perceptual), ".2f")
+        perceptual = "" if row.perceptual.value is None else f"{1000 * row.perceptual.value:.2f}"
         print(
             f"{row.strategy:<20}{row.devices:>2}  {row.warmup:<20}{row.synchronous:>12.1f}{format(row.psnr, '.2f'):>15}"
             f"{apart:>16}{row.ssim.value:>9.4f}{perceptual:>15}"
         )
-
-
-def closer_text(row: Any, beside: tuple[Any, dict[str, Any]]) -> str:
-    """By how much, and on how many pictures, an adaptive policy is closer than this one."""
-    apart, other = beside
-    if other["same_steps"]:
-        return "the same steps"
-    return f"{apart:+.2f}, {other['closer']:>2} of {row.images}"
-
-
-def thousandfold(value: Any, sign: int = 1) -> Any:
-    """A mean of small figures in thousandths."""
-    from ditmesh.lab.study.analysis import Mean
-
-    return Mean(0.0 + 1000 * sign * value.value, value.error and 1000 * value.error, value.count)
-
-
-def steps_of(results: Any, row: Any) -> str:
-    """Which steps were synchronous, in every request that had its own."""
-    sets = {
-        " ".join(str(step["step"]) for step in result["steps"] if step["synchronous"])
-        for result in results.by[row.sampler, row.strategy, row.devices, row.warmup]
-    }
-    return "synchronous: " + "; ".join(sorted(sets))
 
 
 def comparisons(found: list[tuple[Table, Any]]) -> Iterator[tuple[str, Any]]:

@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 from harness import command_line, write_figures
-from machine import describe_machine
-from memory_model import counted
+from machine import counted, describe_machine
 
 PROMPTS = 8
 DEGREES = (2, 4, 8)

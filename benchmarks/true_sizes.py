@@ -10,7 +10,7 @@ each.
 
 Of every form: the largest difference from one rank's output over that output's largest magnitude, which must be 1e-4 at
 most in float32; seconds of the step and processor seconds of all ranks; of the worst rank the bytes of tensors and of
-the process, each with what is predicted (`ditmesh.memory`, as in memory_model.py). Ranks trust their inputs:
+the process, each with what is predicted (`ditmesh.memory`). Ranks trust their inputs:
 comparing digests of the weights, once before the first step, is not what is measured.
 
     python benchmarks/true_sizes.py --json figures.json
@@ -23,8 +23,11 @@ compute one rank's output again, unless it is asked for. Differences and bytes n
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,8 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 from harness import command_line, write_figures
-from machine import describe_machine
-from memory_model import Own, before_models, counted
+from machine import counted, describe_machine, give_freed_memory_back
 
 ALONE = "1 rank"
 FORMS = (ALONE, "ulysses=2", "ulysses=2 shard=2", "ring=2 shard=2", "tensor=2")
@@ -140,6 +142,57 @@ def save(case: Case, folder: Path) -> int:
     model.save_config(folder)
     (folder / f"{WEIGHTS}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def status(*names: str) -> int:
+    """Bytes that the kernel says of this process, added up."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.split(":")[0] in names)
+
+
+class Own:
+    """The most of RssAnon and RssShmem, looked at all the time by a thread.
+
+    Args:
+        pause: seconds between two looks.
+    """
+
+    def __init__(self, pause: float = 0.002) -> None:
+        self._peak, self._pause, self._over = 0, pause, threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def most(self) -> int:
+        """Since the last time."""
+        peak, self._peak = max(self._peak, status("RssAnon", "RssShmem")), 0
+        return peak
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.is_set():
+            self._peak = max(self._peak, status("RssAnon", "RssShmem"))
+            time.sleep(self._pause)
+
+
+def before_models(config: dict[str, Any]) -> dict[str, int]:
+    """On a rank: what the process has once it has drawn a picture of an embedded model; of that, what is its own."""
+    import ditmesh
+    from ditmesh import zoo
+    from ditmesh.generate.runner import quieten
+
+    quieten()
+    give_freed_memory_back()
+    warm = ditmesh.load(zoo.path("emoji-sd3"), config if config.get("pipe", 1) == 1 else {"ulysses": 2})
+    warm.set_progress_bar_config(disable=True)
+    warm("a red fox", num_inference_steps=1)
+    ditmesh.restore(warm)
+    del warm
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return {"resident": status("VmRSS"), "own": status("RssAnon", "RssShmem")}
 
 
 def inputs_of(model: Any, case: Case, dtype: torch.dtype) -> dict[str, Any]:

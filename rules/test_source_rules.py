@@ -27,7 +27,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     # NCCL's would be for the world's communicator, which a job may not have otherwise; the host waits for the device.
     "a barrier of all ranks": {
-        "launch/hardware.py": "before a measurement",
         "lab/study/running.py": "before a measurement",
         "verify/runs.py": "before a measurement",
     },

@@ -738,7 +738,7 @@ def test_every_setting_can_be_given(capsys: pytest.CaptureFixture[str], monkeypa
 # ---- the others
 
 
-def test_doctor_measures_and_says_what_is_missing(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_doctor_shows_the_machine_and_lets_ranks_meet(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert run("doctor", "--devices", "2", "--json") == 0
     facts = json.loads(capfd.readouterr().out)
@@ -747,15 +747,7 @@ def test_doctor_measures_and_says_what_is_missing(capfd: pytest.CaptureFixture[s
     assert facts["shared_memory"]["size_gb"] >= facts["shared_memory"]["free_gb"] > 0
     assert facts["variables"]["OMP_NUM_THREADS"] == "1"
     assert facts["peer_access"] == [[True] * len(facts["gpus"])] * len(facts["gpus"]) or facts["gpus"]
-    kinds = [(row["through"], row["megabytes"], row["what"]) for row in facts["transfers"]]
-    whats = ("all_to_all", "shift", "all_gather")
-    assert kinds == [(way, size, what) for way in ("shared memory", "gloo") for size in (1, 16) for what in whats]
-    for row in facts["transfers"]:
-        assert row["milliseconds"] > 0
-        # Two ranks: half of an all-to-all stays at home.
-        share = 0.5 if row["what"] == "all_to_all" else 1.0
-        rate = share * row["megabytes"] / row["milliseconds"]
-        assert row["gigabytes_per_second"] == pytest.approx(rate, rel=0.01)
+    assert facts["ranks_meet"] is True
 
 
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

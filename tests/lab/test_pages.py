@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
-import io
 import re
 from math import isnan, nan
 from pathlib import Path
@@ -17,9 +15,7 @@ from matplotlib.figure import Figure
 
 from ditmesh.errors import InputError
 from ditmesh.lab.pages import charts as figures
-from ditmesh.lab.pages import curves
-from ditmesh.lab.pages.html import LISTED, STYLE, as_html
-from ditmesh.lab.pages.page import Download, GridImage, Page, as_csv
+from ditmesh.lab.pages.page import LISTED, STYLE, GridImage, Page
 from ditmesh.report.report import StyledText
 from support.browser import browser, layouts
 from support.html import Reader
@@ -36,7 +32,7 @@ def pair() -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_grid_keeps_order_and_leaves_gaps():
-    grid = curves.grid({("b", "1"): 1.0, ("a", "2"): 2.0}, columns=["1", "2"])
+    grid = figures.grid({("b", "1"): 1.0, ("a", "2"): 2.0}, columns=["1", "2"])
     assert grid.rows == ("b", "a")
     assert isnan(grid.values[0][1])
     assert grid.values[1][1] == 2
@@ -61,7 +57,7 @@ def axes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_line_chart_shows_its_points_and_names(axes):
-    lines = [curves.Series("a", (1, 2, 3), (0.0, 5.0, 10.0)), curves.Series("b & $c$", (1, 2, 3), (nan, 1.0, nan))]
+    lines = [figures.Series("a", (1, 2, 3), (0.0, 5.0, 10.0)), figures.Series("b & $c$", (1, 2, 3), (nan, 1.0, nan))]
     chart = figures.line_chart(lines, "A <title>", "step", "error")
     assert [list(line.get_ydata()) for line in axes[0].lines[:1]] == [[0.0, 5.0, 10.0]]
     assert {"a", "b & $c$", "step", "error"} <= set(texts(chart))
@@ -70,41 +66,26 @@ def test_line_chart_shows_its_points_and_names(axes):
     assert chart == figures.line_chart(lines, "A <title>", "step", "error")
 
 
-def test_a_logarithmic_axis_has_a_place_for_zero(axes):
-    chart = figures.line_chart([curves.Series("a", (1, 2, 3), (0.0, 1e-6, 1e-2))], "t", "x", "y", log_y=True)
-    assert "0" in texts(chart)
-    heights = axes[0].transData.transform([(1, value) for value in (0.0, 1e-6, 1e-4, 1e-2)])[:, 1]
-    steps = np.diff(heights)
-    assert steps.min() > 0
-    assert steps[1] == pytest.approx(steps[2])
-    # Two runs that never differed can be drawn as well.
-    figures.line_chart([curves.Series("a", (1,), (0.0,))], "t", "x", "y", log_y=True)
-
-
 def test_error_bars_reach_from_low_to_high(axes):
-    figures.line_chart([curves.Series("a", (1, 2), (1.0, 2.0), (0.5, 1.5), (2.0, 3.0))], "t", "x", "y")
+    figures.line_chart([figures.Series("a", (1, 2), (1.0, 2.0), (0.5, 1.5), (2.0, 3.0))], "t", "x", "y")
     ends = [[y for _, y in segment] for segment in axes[0].collections[0].get_segments()]
     assert ends == [[0.5, 2.0], [1.5, 3.0]]
-    bars = figures.bar_chart(["g", "h"], curves.Series("a", (0, 1), (1.0, 4.0), (0.5, 3), (2, 5)), "t", "y")
-    assert [patch.get_height() for patch in axes[1].patches] == [1.0, 4.0]
-    assert bars.rows == (("g", "1"), ("h", "4"))
     # Many points have a band.
     steps = tuple(map(float, range(50)))
-    figures.line_chart([curves.Series("a", steps, steps, steps, steps)], "t", "x", "y")
-    assert [type(drawn).__name__ for drawn in axes[2].collections] == ["FillBetweenPolyCollection"]
+    figures.line_chart([figures.Series("a", steps, steps, steps, steps)], "t", "x", "y")
+    assert [type(drawn).__name__ for drawn in axes[1].collections] == ["FillBetweenPolyCollection"]
 
 
-@pytest.mark.parametrize("log", [False, True])
-def test_heat_map_shades_follow_values(axes, log):
-    grid = curves.ValueGrid(("r", "s"), ("1", "2"), ((0.0, 1e-2), (nan, 1e-1)))
-    chart = figures.heat_map(grid, "t", "step", "block", log=log)
+def test_heat_map_shades_follow_values(axes):
+    grid = figures.ValueGrid(("r", "s"), ("1", "2"), ((0.0, 1e-2), (nan, 1e-1)))
+    chart = figures.heat_map(grid, "t", "step", "block")
     (image,) = axes[0].images
     shades = image.norm(image.get_array())
     assert shades[0, 0] == 0 < shades[0, 1] < shades[1, 1] == 1
     assert shades.mask.tolist() == [[False, False], [True, False]]
     assert chart.rows[1] == ("s", "", "0.1")
     # Nothing differs anywhere.
-    figures.heat_map(curves.ValueGrid(("r",), ("1",), ((0.0,),)), "t", "x", "y", log=log)
+    figures.heat_map(figures.ValueGrid(("r",), ("1",), ((0.0,),)), "t", "x", "y")
 
 
 def test_a_difference_has_the_colours_of_its_scale():
@@ -129,9 +110,9 @@ def test_a_long_page_lists_its_sections():
     page = Page("t")
     for number in range(LISTED - 1):
         page.section(f"part {number}")
-    assert "<nav" not in as_html(page)
+    assert "<nav" not in page.as_html()
     page.section("the <last>")
-    html = as_html(page)
+    html = page.as_html()
     for number in range(1, LISTED + 1):
         assert f'href="#section-{number}"' in html
         assert f'<h2 id="section-{number}">' in html
@@ -147,8 +128,8 @@ def test_a_page_asks_for_nothing_and_says_what_it_shows(tmp_path: Path):
     page.section("One")
     page.text("1 < 2")
     page.table(("a", "b"), [("x", StyledText("no", "bad")), ("y", StyledText("many words", "words"))], "numbers")
-    page.chart(figures.line_chart([curves.Series("a", (1, 2), (1, 2))], "line", "x", "y"), "a line")
-    page.chart(figures.heat_map(curves.ValueGrid(("r",), ("c",), ((1.0,),)), "heat", "x", "y"), "shades")
+    page.chart(figures.line_chart([figures.Series("a", (1, 2), (1, 2))], "line", "x", "y"), "a line")
+    page.chart(figures.heat_map(figures.ValueGrid(("r",), ("c",), ((1.0,),)), "heat", "x", "y"), "shades")
     one, other = pair()
     page.images(
         [[GridImage(one, 'the "one"'), GridImage(other, "other", "in words")], [GridImage(one[..., :1], "grey")]],
@@ -179,10 +160,10 @@ def test_a_page_asks_for_nothing_and_says_what_it_shows(tmp_path: Path):
 
 def test_a_scatter_chart_marks_what_nothing_beats(axes):
     points = [
-        curves.Point("slow and good", "a", "one", 4.0, 40.0),
-        curves.Point("beaten", "b <&>", "one", 3.0, 29.0),
-        curves.Point("fast", "c", "two", 1.0, 30.0),
-        curves.Point("as good, slower", "d", "two", 2.0, 30.0),
+        figures.Point("slow and good", "one", 4.0, 40.0),
+        figures.Point("beaten", "one", 3.0, 29.0),
+        figures.Point("fast", "two", 1.0, 30.0),
+        figures.Point("as good, slower", "two", 2.0, 30.0),
     ]
     assert figures.pareto_front(points) == [2, 0]
     chart = figures.scatter_chart(points, "worth", "seconds", "dB")
@@ -197,7 +178,7 @@ def test_a_scatter_chart_marks_what_nothing_beats(axes):
 def test_a_column_without_entries_is_left_out():
     page = Page("t")
     page.table(("a", "never", "b"), [("x", "", "1"), ("y", StyledText(""), "")], "c")
-    assert re.findall(r'role="columnheader">([^<]*)', as_html(page)) == ["a", "b"]
+    assert re.findall(r'role="columnheader">([^<]*)', page.as_html()) == ["a", "b"]
 
 
 def test_what_a_user_wrote_is_text_everywhere():
@@ -207,29 +188,14 @@ def test_what_a_user_wrote_is_text_everywhere():
     page.points([nasty], nasty)
     page.table((nasty, "b"), [(nasty, StyledText(nasty, "words"))], nasty)
     page.facts({nasty: {nasty: nasty}}, nasty)
-    page.downloads([Download('a"><script>.csv', nasty)])
-    page.charts([(figures.scatter_chart([curves.Point(nasty, nasty, nasty, 1, 2)], nasty, nasty, nasty), nasty)])
-    page.charts([(figures.line_chart([curves.Series(nasty, (1,), (2,))], nasty, nasty, nasty), nasty)])
-    page.charts([(figures.bar_chart([nasty], curves.Series(nasty, (1,), (2,)), nasty, nasty), nasty)])
-    page.charts([(figures.heat_map(curves.ValueGrid((nasty,), (nasty,), ((1.0,),)), nasty, nasty, nasty), nasty)])
+    page.charts([(figures.scatter_chart([figures.Point(nasty, nasty, 1, 2)], nasty, nasty, nasty), nasty)])
+    page.charts([(figures.line_chart([figures.Series(nasty, (1,), (2,))], nasty, nasty, nasty), nasty)])
+    page.charts([(figures.heat_map(figures.ValueGrid((nasty,), (nasty,), ((1.0,),)), nasty, nasty, nasty), nasty)])
     page.images([[GridImage(pair()[0], nasty, nasty, 0.5)]], nasty)
-    reader = Reader(as_html(page))
+    reader = Reader(page.as_html())
     assert "script" not in {tag for tag, _ in reader.tags}
     assert not [name for _, attributes in reader.tags for name in attributes if name.startswith("on")]
     assert nasty in {value for _, attributes in reader.tags for value in attributes.values()}
-
-
-def test_files_in_the_page_hold_the_data():
-    rows = [{"prompt": 'a, "b"\n', "psnr": None}, {"prompt": "é", "psnr": 1.5}]
-    page = Page("t")
-    page.downloads([Download("x.csv", as_csv(rows)), Download("x.json", '{"é": 1}')])
-    files = Reader(as_html(page)).files()
-    assert list(files) == ["x.csv", "x.json"]
-    assert list(csv.DictReader(io.StringIO(files["x.csv"], newline=""))) == [
-        {"prompt": 'a, "b"\n', "psnr": ""},
-        {"prompt": "é", "psnr": "1.5"},
-    ]
-    assert files["x.json"] == '{"é": 1}'
 
 
 def luminance(colour: str) -> float:
@@ -260,26 +226,19 @@ def full_page() -> Page:
     """A page with everything that pages have, wider than a phone wherever it can be."""
     words = "configuration with a long name, " * 3
     page = Page("A page", words)
-    page.downloads([Download("figures.csv", "a\n1\n"), Download("figures.json", "{}")])
     page.section("Tables")
     page.table([f"column {n}" for n in range(14)], [[f"{words}", *["0.1234 ± 0.5678"] * 13]] * 3, words)
     page.table(("what", "words"), [("x" * 80, StyledText(words * 3, "words"))], words)
     page.facts({"command line": "ditmesh " + "x" * 300, "versions": {"python": "3"}}, "facts")
     page.section("Charts")
     blocks = [f"single_transformer_blocks.{n}" for n in range(40)]
-    shades = curves.ValueGrid(tuple(blocks), tuple(map(str, range(1, 51))), ((0.5,) * 50,) * 40)
-    points = [curves.Point(f"{n}", "N=16 first_last(2, 1)", "g", 10.0 * n, 40.0 + n) for n in range(16)]
+    shades = figures.ValueGrid(tuple(blocks), tuple(map(str, range(1, 51))), ((0.5,) * 50,) * 40)
+    points = [figures.Point(f"{n}", "g", 10.0 * n, 40.0 + n) for n in range(16)]
     page.charts(
         [
             (figures.heat_map(shades, "t", "step", "block"), words),
             (figures.scatter_chart(points, "t", "time, s", "PSNR, dB"), words),
-            (
-                figures.bar_chart(
-                    [*map(str, range(50))], curves.Series("s", (0.0,) * 50, (1.0,) * 50), "t", "dB", x_label="step"
-                ),
-                words,
-            ),
-            (figures.line_chart([curves.Series(words, (0, 50), (1e-9, 1.0))] * 6, "t", "x", "y", log_y=True), words),
+            (figures.line_chart([figures.Series(words, (0, 50), (1e-9, 1.0))] * 6, "t", "x", "y"), words),
         ]
     )
     page.section("Images")
@@ -289,7 +248,7 @@ def full_page() -> Page:
 
 @pytest.mark.skipif(browser() is None, reason="no Chromium here: apt-get install chromium")
 def test_nothing_is_cut_off_at_any_width(tmp_path):
-    for found in layouts(as_html(full_page()), tmp_path):
+    for found in layouts(full_page().as_html(), tmp_path):
         assert found["page"] <= found["window"], found
         assert found["outside"] == []
         # What does not fit scrolls in a box that the keyboard reaches.

@@ -19,7 +19,7 @@ from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.core.clock import timestep_of
 from ditmesh.errors import InputError
-from ditmesh.lab.plan.hardware import LinkSpeed, device, hardware, link, machine
+from ditmesh.lab.plan.hardware import device, hardware, link, machine
 from ditmesh.lab.plan.roofline import predict, synchronous_steps
 from ditmesh.lab.plan.step import Steps, steps_of
 from ditmesh.lab.plan.subject import subject
@@ -159,16 +159,6 @@ def test_a_device_computes_while_the_host_launches():
     assert both == pytest.approx(late + busy)
 
 
-def test_links_between_hosts_are_shared_by_their_devices():
-    slow = LinkSpeed("slow", 0.0, 1e9)
-    far = replace(machine("h100", 4), hosts=2, between=slow)
-    inside, outside = (far.transfer("all_to_all", 1, 1e6, size, 1)[0] for size in (4, 8))
-    assert inside < 1e-3 < outside
-    # Four of seven parts are for the other host, from each of its four devices.
-    assert outside == pytest.approx(4 / 7 * 1e6 * 4 / 1e9)
-    assert far.transfer("shift", 1, 1e6, 8, 1)[0] == pytest.approx(1e-3)
-
-
 @pytest.mark.parametrize(("warmup", "count"), [("fixed(4)", 4), ("sqrt(2)", 5)])
 def test_synchronous_steps_are_the_policys(warmup, count):
     assert 1 <= synchronous_steps(ParallelConfig(ring=2, exchange="displaced", warmup=warmup), 20) <= 20
@@ -176,9 +166,6 @@ def test_synchronous_steps_are_the_policys(warmup, count):
 
 
 def test_hardware_is_named_or_refused():
-    assert hardware("h100", 8, "bfloat16", hosts=2, between="25Gb/s").describe() == (
-        "2 hosts x 4 x h100 over nvlink4, 25Gb/s between hosts"
-    )
     with pytest.raises(InputError, match="did you mean 'h100'"):
         hardware("h1000", 1, "bfloat16")
 
@@ -226,8 +213,6 @@ def test_a_plan_of_what_does_not_fit(capfd):
         (("flux.1-dev", "--hardware", "h1000"), "did you mean 'h100'"),
         (("flux.1-dev", "--hardware", "h20", "--dtype", "float32"), "no speed of h20 in float32"),
         (("flux.1-dev", "--hardware", "h100", "--link", "rope"), "10GB/s"),
-        (("flux.1-dev", "--hardware", "h100", "-n", "3", "--hosts", "2"), "cannot be shared by 2 hosts"),
-        (("flux.1-dev", "--hardware", "h100", "-n", "4", "--hosts", "2"), "--between"),
         (("flux.1-dev", "--hardware", "h100", "--size", "1000x1000"), "multiples of 16"),
         ((), "say which model"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shlex
@@ -19,16 +18,15 @@ from ditmesh._version import source
 from ditmesh.cli.main import main
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.generate.model_info import find_model
-from ditmesh.lab.study import analysis, maps, plan, running, samplers
+from ditmesh.lab.study import analysis, plan, running, samplers
 from ditmesh.lab.study.analysis import Mean, StudyResults
 from ditmesh.lab.study.store import Store
-from ditmesh.quality import perceptual
 from support.html import Reader
 from support.launchers import KeptRanks
 
 MODEL = "emoji-dit-s"
 OPTIONS = ["fox", "rose", "--model", MODEL, "--devices", "2", "--steps", "3", "--sampler", "ddim"]
-SMALL = [*OPTIONS, "--warmup", "0,1,3,adaptive(0.001)", "--strategy", "displaced,naive", "--which-steps"]
+SMALL = [*OPTIONS, "--warmup", "0,1,3,adaptive(0.001)", "--strategy", "displaced,naive"]
 
 
 def study(capsys: pytest.CaptureFixture[str], out: Path, *options: str) -> dict[str, Any]:
@@ -44,42 +42,28 @@ def main_without_leaving(arguments: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished study of one sampler, two strategies, four policies and single steps."""
+    """A finished study of one sampler, two strategies and four policies."""
     out = tmp_path_factory.mktemp("study")
     main_without_leaving(["study", *SMALL, "--out", str(out), "--json"])
     return out
 
 
 def test_files(small):
-    data = json.loads((small / "results.json").read_text())
-    # One synchronous cell, 2 strategies x 4 policies, 3 sets of single steps: of three steps, one stale leaves two.
-    assert len(data["cells"]) == 1 + 8 + 3
+    data = json.loads((small / "results.json").read_text(encoding="utf-8"))
+    # One synchronous cell, 2 strategies x 4 policies.
+    assert len(data["cells"]) == 1 + 8
     assert len(data["table"]) == 8
-    rows = list(csv.DictReader((small / "results.csv").open()))
-    assert len(rows) == 2 * len(data["cells"])
-    assert all((small / "cells" / row["file"]).is_file() for row in rows)
-    page = (small / "report.html").read_text()
-    sections = (
-        "What the figures say",
-        "Quality",
-        "Images",
-        "Step by layer",
-        "Where in the image",
-        "Which steps matter",
-    )
-    for section in sections:
-        assert f">{section}</h2>" in page
-    assert not re.findall(r'(?:src|href)="(?!data:|#section-)', page)
-    assert all(sentence in page.replace("&#x27;", "'") for sentence in data["findings"][:1])
+    assert all((small / "cells" / image["file"]).is_file() for cell in data["cells"] for image in cell["images"])
 
 
-def test_the_page_holds_the_data_and_no_paths(small):
+def test_the_page_has_every_section_and_no_paths(small):
     html = (small / "report.html").read_text(encoding="utf-8")
+    for section in ("What the figures say", "Quality", "Images", "Step by layer", "Where in the image"):
+        assert f">{section}</h2>" in html
+    assert not re.findall(r'(?:src|href)="(?!data:|#section-)', html)
     reader = Reader(html)
     reader.check()
-    files = reader.files()
-    assert files == {name: (small / name).read_text(encoding="utf-8") for name in ("results.csv", "results.json")}
-    for text in (html, files["results.json"]):
+    for text in (html, (small / "results.json").read_text(encoding="utf-8")):
         assert str(zoo.path(MODEL)) not in text
         assert str(small) not in text
     circumstances = dict(reader.tables[-1])
@@ -87,40 +71,29 @@ def test_the_page_holds_the_data_and_no_paths(small):
     assert circumstances["ditmesh"] == source()
     assert circumstances["samplers"] == "ddim (DDIMScheduler)"
     assert circumstances["prompts"] == "“fox”, “rose”"
-    assert circumstances["versions: ditmesh"] == ditmesh.__version__
-    measured = perceptual.available()
-    assert any(perceptual.METRIC in table[0] for table in reader.tables) == measured
-    # Under each picture that is not the synchronous one is how it differs, with its scale; of two strategies the first
-    # picture and the worst, beside one synchronous one each.
+    # Under each image that is not the synchronous one is how it differs; of each strategy the worst one.
     differences = html.count("<figcaption>difference, largest") + html.count("<figcaption>no difference")
-    grids = html.count("<figcaption>synchronous</figcaption>")
-    assert 2 <= grids <= 4
-    assert differences == html.count("<figcaption>N = 2, ") == 4 * grids
-    places = html.count("<figcaption>stale steps, largest")
-    assert html.count('<div class="scale">') - places == html.count("<figcaption>difference, largest") > 0
-    assert places == 2
+    assert html.count("<figcaption>synchronous</figcaption>") == 2
+    assert differences == html.count("<figcaption>N = 2, ") == 8
+    assert html.count("<figcaption>stale steps, largest") == 2
 
 
 def test_quality_against_bytes(small):
-    """Every policy is a point, where the CSV has it; without real ranks there is no chart of times."""
+    """Every policy is a point; without real ranks there is no chart of times."""
     html = (small / "report.html").read_text(encoding="utf-8")
-    rows = list(csv.DictReader((small / "results.csv").open(encoding="utf-8")))
-    expected = {}
-    for row in rows:
-        if row["strategy"] != plan.SYNCHRONOUS and not plan.has_given_steps(row["warmup"]):
-            at = f"{row['strategy']}, N = {row['devices']}, {row['warmup']}"
-            sent = sum(int(value) for name, value in row.items() if name.startswith("bytes_"))
-            expected.setdefault(at, (sent / 1e6, []))[1].append(analysis.capped(float(row["psnr"] or "inf")))
+    table = json.loads((small / "results.json").read_text(encoding="utf-8"))["table"]
+    expected = {
+        f"{row['strategy']}, N = {row['devices']}, {row['warmup']}": (row["sent"]["ring"] / 1e6, row["psnr"]["value"])
+        for row in table
+    }
     chart, waiting = [table for table in Reader(html).tables if table[0][-1] == "Pareto front"]
     assert waiting[0][2] == "steps in which ranks wait, %"
     assert {float(row[2]) for row in waiting[1:]} >= {0.0, 100.0}
     assert chart[0][2:4] == ["sent by all ranks, MB", "PSNR, dB"]
     assert {row[1]: (float(row[2]), float(row[3])) for row in chart[1:]} == {
-        at: (pytest.approx(sent, rel=1e-3), pytest.approx(sum(psnr) / len(psnr), rel=1e-3))
-        for at, (sent, psnr) in expected.items()
+        at: (pytest.approx(sent, rel=1e-3), pytest.approx(psnr, rel=1e-3)) for at, (sent, psnr) in expected.items()
     }
     assert "no time was measured" in html
-    assert all(row["seconds"] == "" for row in rows)
     # What the naive exchange keeps for itself it does not send.
     assert expected["naive, N = 2, fixed(0)"][0] < expected["naive, N = 2, fixed(1)"][0]
 
@@ -158,14 +131,6 @@ def test_measures_by_step(small):
     assert all(1e-4 < error < 1 for steps in blocks.values() for error in steps.values())
     assert found["displaced", "fixed(3)"]["attention_error"] == {}
     assert set(one["steps"][1]["drift"]) == set(blocks)
-
-
-@pytest.mark.matrix
-def test_single_steps(small):
-    (single,) = json.loads((small / "results.json").read_text())["single_steps"]
-    assert single["steps"] == [2, 3]
-    assert all(gain["value"] > 0 for gain in single["gain"])
-    assert all(20 < left["value"] < 90 for left in single["psnr_with_one_stale"])
 
 
 def test_resumes(small, capsys):
@@ -243,15 +208,11 @@ def test_simulated_is_real(tmp_path, capsys, monkeypatch, ranks, strategy):
         assert all(0 < step["work_processor"] <= step["seconds"] for step in rank["steps"])
         # Ranks also wait for each other before the first step and after the last one.
         assert 0 < sum(step["in_collectives"] for step in rank["steps"]) <= rank["in_collectives"]
-    assert "Working by rank and step" in (tmp_path / "report.html").read_text(encoding="utf-8")
     # Every rank has half of the tokens.
     assert {rank["bytes_sent"] for rank in real["ranks"]} == {real["ranks"][0]["bytes_sent"]}
     assert any("has the same bits as the simulated one" in sentence for sentence in data["findings"])
-    # The simulation counts what the ranks send; times stand in the CSV and on the page.
-    rows = list(csv.DictReader((tmp_path / "results.csv").open(encoding="utf-8")))
+    # The simulation counts what the ranks send.
     seconds = max(rank["seconds"] for rank in real["ranks"])
-    assert {row["seconds"] for row in rows if row["real"] == "True"} == {str(seconds)}
-    assert {row["one_device_seconds"] for row in rows if row["real"] == "True"} == {str(real["one_device_seconds"])}
     assert data["table"][0]["seconds"] == seconds
     charts = [
         table for table in Reader((tmp_path / "report.html").read_text()).tables if table[0][-1] == "Pareto front"
@@ -295,28 +256,6 @@ def test_places_of_errors():
         assert found[row].any()
     # A second row of guidance is no picture.
     assert not np.any(running.token_errors([torch.stack([exact[0], ours[0]])], [exact.repeat(2, 1, 1, 1, 1)], 1))
-
-
-@pytest.mark.matrix
-def test_errors_at_the_ranks_borders():
-    places = np.ones((16, 4))
-    places[[3, 4]] = 3.0
-    assert maps.seam_ratio(places, 4) == (pytest.approx(sqrt((2 * 9 + 4) / 6)), 1.0)
-    assert maps.seam_ratio(places, 2) == (1.0, pytest.approx(sqrt((2 * 9 + 12) / 14)))
-    # Shares of two rows have borders only.
-    assert maps.seam_ratio(places, 8) == (None, None)
-    assert maps.seam_ratio(places, 5) == (None, None)
-
-
-def loaded(folder: Path) -> StudyResults:
-    """A finished study, in a plan of its cells."""
-    cells = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    model = zoo.path(MODEL)
-    setup = plan.Setup(**(cells["setup"] | {"model": str(model), "name": MODEL}))
-    made = plan.StudyPlan(
-        setup, (), *(tuple(cells[axis]) for axis in ("devices", "warmups", "samplers", "strategies")), which=None
-    )
-    return StudyResults(made, cells["cells"])
 
 
 @pytest.mark.matrix
@@ -506,38 +445,6 @@ def test_policies_against_fixed_warmups():
     assert "warm-up made no difference that can be told" in "\n".join(analysis.findings(level, {}))
 
 
-@pytest.mark.matrix
-def test_adaptive_against_every_policy_with_as_many_steps():
-    """The others with as many synchronous steps, the best first; one that chose the same steps is told from a tie."""
-    results = made_up(
-        {
-            "fixed(3)": [30.0, 40.0, 30.0, 40.0],
-            "first_last(1, 2)": [33.0, 43.0, 33.0, 43.2],
-            "periodic(3)": [50.0, 50.0, 50.0, 50.0],
-            "adaptive(0.001, 3)": [34.0, 44.1, 34.0, 44.1],
-        },
-        {"fixed(3)": 3, "first_last(1, 2)": 3, "periodic(3)": 4, "adaptive(0.001, 3)": 3},
-    )
-    (adaptive,) = results.against_others()
-    assert [other["warmup"] for other in adaptive["others"]] == ["first_last(1, 2)", "fixed(3)"]
-    assert [other["difference"]["value"] for other in adaptive["others"]] == pytest.approx([1.0, 4.05])
-    assert all(other["same_steps"] for other in adaptive["others"])
-    assert [other["closer"] for other in adaptive["others"]] == [4, 4]
-    assert all(other["perceptual_difference"]["value"] is None for other in adaptive["others"])
-    for ours, picture in enumerate(results.by["own", "displaced", 4, "adaptive(0.001, 3)"][0]["images"]):
-        picture["perceptual"] = 0.1 * ours
-    for picture in results.by["own", "displaced", 4, "fixed(3)"][0]["images"][:2]:
-        picture["perceptual"] = 0.2
-    apart = results.against_others()[0]["others"][1]["perceptual_difference"]
-    assert apart == {"value": pytest.approx(-0.15), "error": pytest.approx(0.05), "count": 2}
-    (said,) = [sentence for sentence in analysis.findings(results, {}) if "best other policy" in sentence]
-    assert said.endswith("first_last(1, 2): +1.00 ± 0.04 dB: the same steps.")
-    last = results.by["own", "displaced", 4, "first_last(1, 2)"][0]["steps"]
-    last[1]["synchronous"], last[11]["synchronous"] = False, True
-    assert [o["same_steps"] for o in results.against_others()[0]["others"]] == [False, True]
-    assert any(sentence.endswith("+1.00 ± 0.04 dB: better.") for sentence in analysis.findings(results, {}))
-
-
 def rooted(level: dict[int, dict[int, float]], spread: float = 0.1) -> StudyResults:
     """A study of fixed warm-ups, with the PSNR given by devices and warm-up, on eight pictures."""
     cells = []
@@ -553,30 +460,21 @@ def rooted(level: dict[int, dict[int, float]], spread: float = 0.1) -> StudyResu
     return StudyResults(plan.StudyPlan(setup, (), tuple(level), warmups, ("own",), ("displaced",)), cells)
 
 
-def test_the_rule_says_how_sure_it_is():
+def test_a_rule_is_fitted_where_enough_devices_need_a_warmup():
     """Curves that rise by 1 dB a step and fall by 2 with four times the devices: two more steps, not twice as many."""
     results = rooted({n: {w: 30.0 + w - log2(n) for w in (1, 2, 4, 8)} for n in (2, 4, 8, 16)})
     rule = results.rule("own", "displaced", 32.0)
     assert rule is not None
     assert rule["needed"] == {str(n): pytest.approx(2 + log2(n)) for n in (2, 4, 8, 16)}
-    low, high = rule["fit"]["b_interval"]
-    assert low < rule["fit"]["b"] < high < low + 0.2
-    pairs = {(p["devices"], p["warmup"]): p["difference"]["value"] for p in results.root_pairs("own", "displaced")}
-    assert pairs == {(n, w): pytest.approx(w - 2) for n in (2, 4) for w in (1, 2, 4)}
-    said = analysis.findings(results, {("own", "displaced"): rule})
-    assert any("16 devices with 8 warm-up steps against 4 with 4" in s and s.endswith("closer.") for s in said)
+    assert 0.3 < rule["fit"]["b"] < 0.5
     # Two of three that need no warm-up determine no power law.
     rule = rooted({2: {0: 33.0, 1: 34.0}, 4: {0: 32.5, 1: 33.0}, 8: {0: 31.0, 1: 31.5, 4: 33.0}}).rule(
         "own", "displaced", 32.0
     )
     assert rule is not None
     assert list(rule["needed"].values()).count(0.0) == 2
-    assert (rule["fit"], rule["sqrt"]["base"] if rule["sqrt"] else None) == (None, None)
+    assert (rule["fit"], rule["sqrt"]) == (None, None)
     assert any("not determined" in sentence for sentence in analysis.findings(results, {("own", "displaced"): rule}))
-    # Too few pictures reach the target: nothing is said of how sure it is.
-    rule = rooted({n: {w: 30.0 + w - n for w in (1, 2)} for n in (2, 4, 8)}, 9.0).rule("own", "displaced", 29.0)
-    assert rule is not None
-    assert rule["fit"] is None or rule["fit"]["b_interval"] is None
 
 
 def test_a_run_that_went_astray(tmp_path):

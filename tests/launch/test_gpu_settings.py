@@ -15,7 +15,7 @@ import torch.distributed as dist
 import ditmesh
 from ditmesh.core.gpus import ALLOCATOR, CUBLAS, SETTINGS, bind_near_gpu, gpu_facts, settle_before_cuda
 from ditmesh.launch import devices, ray
-from ditmesh.launch.hardware import environment, fastest_order, missing
+from ditmesh.launch.hardware import environment
 from ditmesh.strategies.determinism import deterministic, refuse_unlike
 
 SXM = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132, major=9, minor=0, total_memory=80 << 30)
@@ -117,31 +117,3 @@ def test_a_rank_stays_on_processors_beside_its_gpu(
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: found.append(cpus))
     bind_near_gpu(torch.device("cuda", 0), tmp_path)
     assert found == ([] if bound is None else [bound])
-
-
-BRIDGED = """
-\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity
-GPU0\t X \tPHB\tNV4\tSYS\t0-15\t0
-GPU1\tPHB\t X \tSYS\tNV4\t0-15\t0
-GPU2\tNV4\tSYS\t X \tPHB\t16-31\t1
-GPU3\tSYS\tNV4\tPHB\t X \t16-31\t1
-
-Legend: …
-"""
-
-
-def test_doctor_proposes_an_order_of_gpus_by_their_links() -> None:
-    assert fastest_order(BRIDGED) == [0, 2, 3, 1]
-    assert fastest_order(BRIDGED.replace("PHB", "NV4")) is None
-    assert fastest_order("") is None
-    machine: dict[str, Any] = {
-        "gpus": [{}] * 4,
-        "versions": {"peft": "1"},
-        "backends": {"gloo": True, "nccl": True},
-        "torch_cuda": "13.0",
-        "variables": {},
-        "topology": BRIDGED,
-    }
-    assert any("CUDA_VISIBLE_DEVICES=0,2,3,1, so" in sentence for sentence in missing(machine))
-    chosen = {**machine, "variables": {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}}
-    assert not any("CUDA_VISIBLE_DEVICES" in sentence for sentence in missing(chosen))

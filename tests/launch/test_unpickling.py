@@ -23,7 +23,6 @@ EXCEPTIONS = {
     ("followers/calls.py", "FollowerFailure.of", "pickle.loads"): "what this process has pickled a line before",
     ("followers/messages.py", "CallReceiver.take", "pickle.loads"): GROUP,
     ("followers/messages.py", "_StandInUnpickler", "pickle.Unpickler"): f"{GROUP}, or {OWN}",
-    ("followers/processes.py", "HostedRanks._beside", "pickle.loads"): OWN,
     ("launch/messages.py", "RankChannel.reply", "pickle.loads"): OWN,
     ("launch/failures.py", "of_exception", "pickle.loads"): "what this process has pickled a line before",
     ("launch/failures.py", "rank_failed", "pickle.loads"): OWN,

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from support import hosts
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Other versions of matplotlib place labels elsewhere.
 DRAWN_WITH = "3.11.2"
@@ -72,14 +70,6 @@ def check_overhead(figures: dict[str, Any]) -> None:
     assert rows[1]["host synchronisations"] == 0
 
 
-def check_big_model(figures: dict[str, Any]) -> None:
-    """A rank holds and reads its share; and whole loading would be seen."""
-    assert figures["bytes"] > 40e6
-    # Memory of a first forward counts more here than with weights that are worth sharing.
-    assert all(rank["read"] < 0.55 and rank["peak"] < 0.85 for rank in figures["share"])
-    assert all(rank["peak"] > 0.95 for rank in figures["whole"])
-
-
 def check_training(figures: dict[str, Any]) -> None:
     assert max(figures["curves"]["largest relative difference"].values()) <= 1e-3
     bytes_of = figures["memory"]["bytes"]
@@ -122,32 +112,6 @@ def check_true_sizes(figures: dict[str, Any]) -> None:
     assert all(rank["tensors"] > rank["weights"] > 0 for rank in ranks)
 
 
-def check_ray(figures: dict[str, Any]) -> None:
-    assert len(figures["turns"]) == 2
-    assert all(0 < turn[name]["rank"] < turn[name]["seconds"] for turn in figures["turns"] for name in ("local", "ray"))
-
-
-def check_loading(figures: dict[str, Any]) -> None:
-    """Ranks have the weights together: a copy for each rank would be 2."""
-    assert set(figures["cases"]) == {"float32", "bfloat16"}
-    assert all(case["pss"] < 1.5 and case["private"] < 0.75 for case in figures["cases"].values())
-
-
-def check_frozen(figures: dict[str, Any]) -> None:
-    case = figures["models"]["ltx-video"]
-    assert case["held"] < case["peak"]
-    assert case["loss off"] <= 1e-5
-    assert case["loss"][1] < case["loss"][0]
-
-
-def check_links(figures: dict[str, Any]) -> None:
-    there = figures["1e+09"]["results"]
-    assert {name: len(found["steps"]) for name, found in there.items()} == {"ulysses=2": 4, "displaced": 3}
-    assert not any(found["across"] for found in figures["one host"].values())
-    # Keys, values, queries and outputs of half of the heads; the prediction of half of the tokens.
-    assert 27.1 <= there["ulysses=2"]["across"] / 2**20 <= 27.2
-
-
 SOURCE = str(BENCHMARKS.parent / "src")
 SERVER_LOAD = ["--arrivals", "poisson,bursts", "--load", "0.5", "--requests", "6", "--distinct", "2", "--steps", "3"]
 TWO_SERVERS = ["--server", "--devices 1", "--server", "--devices 2 --ulysses 2"]
@@ -155,8 +119,6 @@ SMALL = ["--megabytes", "12", "--blocks", "3", "--latent", "8", "--steps", "1", 
 RUNS: dict[str, tuple[list[str], Callable[[Any], None]]] = {
     "exact": (["--repeats", "2", "--runs", "1", "--only", "ring=2", "--against", SOURCE], check_taking_turns),
     "overhead": (["--repeats", "1", "--runs", "1", "--only", "1 rank", "ulysses=2"], check_overhead),
-    "big_model tensor": (["--megabytes", "60", "--config", "tensor=2", "--whole"], check_big_model),
-    "big_model pipe": (["--megabytes", "60", "--config", "pipe=2", "--whole"], check_big_model),
     "training": (["--steps", "2", "--repeats", "1"], check_training),
     "serving_faults": (["--requests", "40", "--clients", "8", "--distinct", "5", "--steps", "4"], check_faults),
     "serving_faults bursts": (["--bursts", "6", "--seed", "1"], check_bursts),
@@ -170,14 +132,9 @@ RUNS: dict[str, tuple[list[str], Callable[[Any], None]]] = {
         ["--models", "wan-1.3b", "--blocks", "2", "--scale", "0.1", "--forms", "1 rank", "ring=2 shard=2", "tensor=2"],
         check_true_sizes,
     ),
-    "ray_overhead": (["--turns", "2", "--warm", "0", "--steps", "1"], check_ray),
-    "loading": (["--ranks", "2", "--blocks", "1", "--repeats", "1"], check_loading),
-    "frozen_memory": (["--models", "ltx-video", "--tokens", "4", "--width-scale", "0.1"], check_frozen),
-    "links": (["--rates", "1e9", "--only", "ulysses=2", "displaced", "--steps", "4", "--repeats", "1"], check_links),
 }
 # Scripts that leave more than figures, and where.
-PLACES = {"training": "--picture", "true_sizes": "--folder", "links": "--picture"}
-NEEDED = {"ray_overhead": "ray", "frozen_memory": "bitsandbytes"}
+PLACES = {"training": "--picture", "true_sizes": "--folder"}
 
 
 @pytest.mark.matrix
@@ -185,10 +142,6 @@ NEEDED = {"ray_overhead": "ray", "frozen_memory": "bitsandbytes"}
 @pytest.mark.parametrize("run", RUNS)
 def test_a_benchmark_runs_to_its_end(tmp_path: Path, run: str) -> None:
     name, (arguments, check) = run.split()[0], RUNS[run]
-    if name in NEEDED:
-        pytest.importorskip(NEEDED[name])
-    if name == "links" and (reason := hosts.missing()):
-        pytest.skip(reason)
     place = [PLACES[name], tmp_path / "more.svg"] if name in PLACES else []
     check(measured(f"{name}.py", *arguments, *place, figures=tmp_path / "figures.json"))
 
@@ -203,7 +156,7 @@ def test_the_runner_knows_all_benchmarks(monkeypatch: pytest.MonkeyPatch, capsys
     shared = {"__main__", "comfyui_files", "harness", "machine", "open_loop", "quiet"}
     files = {path.stem for path in BENCHMARKS.glob("*.py")} - shared
     assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check"}
-    with pytest.raises(SystemExit, match="there is no benchmark 'exakt'; use one of batches, big_model, "):
+    with pytest.raises(SystemExit, match="there is no benchmark 'exakt'; use one of comfyui_graphs, distribution, "):
         runner["main"](["exakt"])
 
 

@@ -13,18 +13,18 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from ditmesh.train.data.held_out import NUM_LEVELS
+from ditmesh.train.optimizer.precision import MeshGradScaler
 from rich.console import Console
 
 import ditmesh
 from ditmesh.cli.train import StepLines
 from ditmesh.train.data.encoders import Encoders
-from ditmesh.train.data.held_out import NUM_LEVELS
 from ditmesh.train.data.order import DrawnSample, MicroBatch
 from ditmesh.train.data.reading import read_samples
 from ditmesh.train.data.samples import pixels
 from ditmesh.train.logs.trackers import check_trackers
 from ditmesh.train.logs.training_log import COLUMNS, TrainingLog, read_log
-from ditmesh.train.optimizer.precision import MeshGradScaler
 from ditmesh.train.optimizer.update import WeightUpdate
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer

@@ -1,4 +1,4 @@
-"""`ditmesh doctor`: the machine's devices and versions, missing components, and measured transfers between ranks."""
+"""`ditmesh doctor`: the machine's devices and versions, missing components, and whether ranks meet."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ def doctor(
     devices: Annotated[
         int,
         typer.Option(
-            "--devices", "-n", help="Measure between this many ranks; with 1 nothing is measured.", callback=at_least(1)
+            "--devices",
+            "-n",
+            help="Let this many ranks exchange a tensor; with 1 none is started.",
+            callback=at_least(1),
         ),
     ] = 2,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Show versions, devices and backends, measure transfers between ranks, and report missing components.
+    """Show versions, devices and backends, let ranks exchange a tensor, and report missing components.
 
     [bold]Example[/bold]
 
     ditmesh doctor --devices 4
     """
     from ..launch import launcher
-    from ..launch.hardware import describe_machine, import_errors, measure_links, missing
+    from ..launch.hardware import describe_machine, import_errors, missing, ranks_meet
 
     facts = describe_machine()
     facts["import_errors"] = import_errors()
     facts["missing"] = missing(facts)
     facts["devices"] = devices
-    facts["transfers"] = []
+    facts["ranks_meet"] = None
     if devices > 1:
         if device == "auto" and len(facts["gpus"]) < devices:
             device = "cpu"
         quick = ("torch", "torch.distributed")
         with launcher(None, devices, device, threads=1, timeout=120.0, preload=quick) as pool:
             facts["device"] = pool.device
-            facts["transfers"] = measure_links(pool)
+            facts["ranks_meet"] = all(pool.run(ranks_meet))
     emit(facts, as_json, _say)
 
 
@@ -58,22 +61,9 @@ def _say(facts: dict[str, Any]) -> Report:
     report.facts(_machine(facts))
     if facts["topology"] and len(facts["gpus"]) > 1:
         report.text(facts["topology"])
-    if facts["transfers"]:
-        report.table(
-            ("collective", "through", "MB a rank", "ms", "GB/s"),
-            [
-                (
-                    row["what"],
-                    row["through"],
-                    f"{row['megabytes']:g}",
-                    f"{row['milliseconds']:.2f}",
-                    f"{row['gigabytes_per_second']:.2f}",
-                )
-                for row in facts["transfers"]
-            ],
-            f"Between {facts['devices']} ranks on {facts['device']} (medians; GB/s that one rank sends)",
-            keys=2,
-        )
+    if facts["ranks_meet"] is not None:
+        result = StyledText("yes", "good") if facts["ranks_meet"] else StyledText("no", "bad")
+        report.text(f"{facts['devices']} ranks on {facts['device']} exchange a tensor: ", result)
     for sentence in facts["missing"]:
         report.text(StyledText("missing", "unsure"), f" {sentence}")
     if not facts["missing"]:

@@ -41,7 +41,7 @@ class HardwareOptions:
 
     devices: Annotated[
         int | None,
-        common_option("--devices", "-n", help="Plan for this many devices on all hosts.", callback=at_least(1)),
+        common_option("--devices", "-n", help="Plan for this many devices.", callback=at_least(1)),
     ] = None
     hardware: Annotated[
         str | None,
@@ -51,15 +51,9 @@ class HardwareOptions:
         str | None,
         hardware_option(
             metavar="LINK",
-            help="Set the link between devices of a host: nvlink4, pcie4 …, or 10GB/s.",
+            help="Set the link between devices: nvlink4, pcie4 …, or 10GB/s.",
             show_default="the device's usual one",
         ),
-    ] = None
-    hosts: Annotated[
-        int, hardware_option(help="Share the devices evenly over this many hosts.", callback=at_least(1))
-    ] = 1
-    between: Annotated[
-        str | None, hardware_option(metavar="LINK", help="Set the link between hosts: infiniband-ndr, 25Gb/s …")
     ] = None
     memory: Annotated[
         float | None, hardware_option(metavar="GB", help="Set the memory of a device.", callback=at_least(0.001))
@@ -70,15 +64,7 @@ class HardwareOptions:
         from ..lab.plan.hardware import hardware
 
         room = None if self.memory is None else self.memory * 1e9
-        return hardware(
-            self.hardware,
-            self.devices,
-            dtype,
-            hosts=self.hosts,
-            between=self.between,
-            through=self.link,
-            memory=room,
-        )
+        return hardware(self.hardware, self.devices, dtype, through=self.link, memory=room)
 
 
 @with_groups

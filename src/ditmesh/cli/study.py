@@ -80,12 +80,6 @@ class StudyOptions:
     batch: Annotated[
         int, typer.Option(help="Generate at most this many images in one call of the pipeline.", callback=at_least(1))
     ] = 8
-    which_steps: Annotated[
-        bool,
-        typer.Option(
-            "--which-steps", help="Also make each single step synchronous, and each stale (first strategy and N)."
-        ),
-    ] = False
     detail: Annotated[
         bool,
         typer.Option(help="Measure errors of attention, and on the same latents, in each first request."),
@@ -133,7 +127,7 @@ def study(
 ) -> None:
     """Measure how much quality stale strategies cost, for devices x warm-up x sampler x strategy.
 
-    N devices are simulated in one process, to the bit. Writes report.html, results.json and results.csv. A study that
+    N devices are simulated in one process, to the bit. Writes report.html and results.json. A study that
     was broken off goes on where it stood.
 
     [bold]Examples[/bold]
@@ -205,7 +199,6 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
         images=options.images,
         seed=options.seed,
         batch=options.batch,
-        which=options.which_steps,
         detail=options.detail,
         real=options.real,
     )
@@ -251,7 +244,7 @@ def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any]) -> dic
         progress.update(task, description="writing")
         cells = [found for cell in plan.cells if (found := store.get(cell, plan.setup)) is not None]
         data = write(StudyResults(plan, cells), out, options.target, made_by)
-    shown = ("findings", "table", "rules", "against_fixed", "against_others", "single_steps")
+    shown = ("findings", "table", "rules", "against_fixed")
     facts = {"out": str(out), "report": str(out / "report.html"), "cells": len(plan.cells), "ran": ran}
     return facts | {name: data[name] for name in shown}
 

@@ -115,7 +115,7 @@ class Followers:
     @property
     def pids(self) -> list[int]:
         """Process ids of the other ranks."""
-        return self._pool.pids[1:]
+        return self._pool.pids
 
     @property
     def inherited(self) -> bool:

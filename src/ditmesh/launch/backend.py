@@ -83,30 +83,3 @@ class Conversing(Launcher, Protocol):
         Replies that a rank has not taken when its call ends are dropped.
         """
         ...
-
-
-class StayingRanks(Conversing):
-    """Ranks for any number of calls, until they are closed or have failed permanently."""
-
-    # Why the ranks are closed; how often they have joined a process group.
-    _closed: str | None = None
-    _meetings: int = 0
-
-    def __repr__(self) -> str:
-        state = f"closed: {self._closed}" if self.closed else f"{self.threads} threads each"
-        return f"{type(self).__name__}({self.world_size} ranks on {self.device}, {state})"
-
-    @property
-    def closed(self) -> bool:
-        """True if these ranks can run no more calls."""
-        return self._closed is not None
-
-    @property
-    def reason(self) -> str:
-        """The reason why the ranks are closed; empty while they are open."""
-        return self._closed or ""
-
-    @property
-    def generation(self) -> int:
-        """The number of process groups that the ranks have joined; groups of an earlier generation are invalid."""
-        return self._meetings

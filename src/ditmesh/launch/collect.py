@@ -1,21 +1,25 @@
-"""The result of a call on all ranks, decided from their messages, without processes, sockets or clocks."""
+"""The result of a call on all ranks, decided from their messages, and the ranks that stay for many calls."""
 
 from __future__ import annotations
 
 import math
+import threading
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from ..errors import ConfigError, RankFailed
 from . import failures
-from .backend import OnMessage, Watch
+from .backend import Conversing, OnMessage, Watch
 from .failures import Failure
+from .messages import encode_call
 
 # Seconds to wait for the cause of a failure, and for all ranks to end a failed call.
 CAUSE_TIMEOUT = 2.0
 
 
 class Collector:
-    """Collects one answer of every rank, or failures, from the messages that the owner passes on.
+    """Collects one answer of every rank, or failures, from messages that the owner passes on; no process, no clock.
 
     Attributes:
         answers, failed: by rank.
@@ -26,17 +30,21 @@ class Collector:
         world_size: int,
         seconds: float = math.inf,
         what: str = "answered",
+        *,
+        first: int = 0,
         on_message: OnMessage | None = None,
         watch: Watch | None = None,
         grace: Callable[[Collection[Failure]], float] = lambda failed: CAUSE_TIMEOUT,
     ) -> None:
         """Set a deadline of ``seconds`` from the first `tick`; a late rank has not done ``what``.
 
-        ``on_message`` and ``watch``: see `Launcher.run`. ``grace``: seconds to wait for more after these failures.
+        ``first``: the first rank that answers. ``on_message`` and ``watch``: see `Launcher.run`. ``grace``: seconds to
+        wait for more after these failures.
         """
         self.answers: dict[int, Any] = {}
         self.failed: dict[int, Failure] = {}
-        self._world_size, self._seconds, self._expected = world_size, seconds, f"{what} within {seconds:g} s"
+        self._world_size, self._ranks = world_size, range(first, world_size)
+        self._seconds, self._expected = seconds, f"{what} within {seconds:g} s"
         self._on_message, self._watch, self._grace = on_message, watch, grace
         self._limit: float | None = None
         # Ranks that count as failed although they may have answered.
@@ -84,8 +92,8 @@ class Collector:
         Raises:
             RankFailed: a rank has failed, or has done nothing in time.
         """
-        if len(self.answers) == self._world_size:
-            return [self.answers[rank] for rank in range(self._world_size)]
+        if len(self.answers) == len(self._ranks):
+            return [self.answers[rank] for rank in self._ranks]
         silent = self._silent
         if not self.failed:
             raise failures.late(code_places(self._late or silent), self._world_size, self._expected)
@@ -103,4 +111,92 @@ class Collector:
 
     @property
     def _silent(self) -> list[int]:
-        return [rank for rank in range(self._world_size) if rank not in self.answers and rank not in self.failed]
+        return [rank for rank in self._ranks if rank not in self.answers and rank not in self.failed]
+
+
+class StayingRanks(Conversing):
+    """Ranks for any number of calls, until they are closed or have failed permanently."""
+
+    timeout: float
+    # Whether ranks import the program's main module.
+    imports_main = False
+    # Why the ranks are closed; how often they have joined a process group.
+    _closed: str | None = None
+    _meetings: int = 0
+    # The first rank that answers calls.
+    _first = 0
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        state = f"closed: {self._closed}" if self.closed else f"{self.threads} threads each"
+        return f"{type(self).__name__}({self.world_size} ranks on {self.device}, {state})"
+
+    @property
+    def closed(self) -> bool:
+        """True if these ranks can run no more calls."""
+        return self._closed is not None
+
+    @property
+    def reason(self) -> str:
+        """The reason why the ranks are closed; empty while they are open."""
+        return self._closed or ""
+
+    @property
+    def generation(self) -> int:
+        """The number of process groups that the ranks have joined; groups of an earlier generation are invalid."""
+        return self._meetings
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        deadline: float | None = None,
+        on_message: OnMessage | None = None,
+        watch: Watch | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank at once; see `Launcher.run`. Arguments and results are pickled.
+
+        A function of an importable module travels by its name; a lambda, a closure, or what was defined in a notebook
+        travels by value, with a copy of the globals that it uses.
+
+        Raises:
+            RankFailed: a rank raised, died, was stopped or missed the deadline. When its exception can be pickled, it
+                is the ``__cause__``. If every rank has come to an end of the call all the same, having answered or
+                raised, and none has lost its device or a peer, the ranks can be used again (``pool_open``); unless all
+                have raised alike, they have then joined a new process group, and groups made before are no more. In
+                every other case all ranks have been ended.
+            ConfigError: the ranks are closed.
+            TypeError: ``fn`` or an argument cannot be pickled; the ranks are as they were.
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise ConfigError(f"this {type(self).__name__} is closed ({self._closed}); make a new one")
+            call = encode_call(fn, args, kwargs, on_message is not None, main=self.imports_main)
+            try:
+                limit = math.inf if deadline is None else deadline
+                return self._call(call, self._collector(limit, on_message=on_message, watch=watch))
+            except RankFailed as error:
+                if not error.pool_open:
+                    self._end(str(error).split("\n", 1)[0])
+                raise
+            except BaseException:
+                self._break_off(on_message)
+                raise
+
+    def _collector(self, *limits: Any, **watched: Any) -> Collector:
+        return Collector(self.world_size, *limits, first=self._first, **watched)
+
+    @abstractmethod
+    def _call(self, call: bytes, collector: Collector) -> list[Any]:
+        """The answers to a call of `encode_call`."""
+
+    @abstractmethod
+    def _end(self, reason: str) -> None:
+        """Leave nothing behind, and remember why."""
+
+    def _break_off(self, on_message: OnMessage | None) -> None:
+        """End the ranks in the middle of a call."""
+        self._end("a call was broken off")

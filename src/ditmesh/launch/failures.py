@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import re
 import signal
 import traceback
 from collections.abc import Collection, Mapping, Sequence
@@ -66,9 +65,6 @@ def of_exit(rank: int, code: int | None, stack: str) -> Failure:
         how = "closed its connection"
     elif code >= 0:
         how = f"ended without an answer (exit code {code})"
-        if re.match(r"\w+: ", stack):
-            # What it has raised before it was a rank; a fault handler's text begins otherwise.
-            how, stack = f"{how}: {stack.splitlines()[0]}", ""
     else:
         how = f"was killed by {name}"
         if name == "SIGKILL":

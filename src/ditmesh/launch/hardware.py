@@ -6,11 +6,8 @@ import os
 import platform
 import re
 import shutil
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 from .._version import library_versions
 from ..errors import shortened
 from ..requirements import not_installed, outdated
-from . import Launcher, physical_cores
+from . import physical_cores
 
 if TYPE_CHECKING:
     import torch
 
-    from ..comm.mesh import Mesh
 
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors")
 # By package: what of it is imported first. diffusers' and transformers' own names import nothing.
@@ -38,8 +34,6 @@ IMPORTS = {name: name for name in LIBRARIES} | {
 VARIABLES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DITMESH_", "HF_HUB_OFFLINE")
 # Below this, in 10^9 bytes, tensors between ranks on one host may find no room: containers have 64 MB.
 SMALL_SHARED_MEMORY = 0.25
-# Sizes of one rank's tensor, in 10^6 bytes, and calls to time, of which the first two open connections.
-MEGABYTES, REPEATS = (1, 16), 9
 
 
 def describe_machine() -> dict[str, Any]:
@@ -154,9 +148,6 @@ def _blas() -> str:
 def missing(machine: dict[str, Any]) -> list[str]:
     """The components that `describe_machine` did not find, with their purpose and installation."""
     gpus, versions, backends = machine["gpus"], machine["versions"], machine["backends"]
-    # With the variable set, the tool numbers GPUs otherwise than torch does.
-    chosen = "CUDA_VISIBLE_DEVICES" in machine.get("variables", ())
-    order = None if chosen else fastest_order(machine.get("topology") or "")
     shm = machine.get("shared_memory")
     driver = "torch was built without CUDA" if machine["torch_cuda"] is None else "the driver shows none"
     wanted = {
@@ -180,78 +171,19 @@ def missing(machine: dict[str, Any]) -> list[str]:
     # ditmesh's own error says which packages are too old.
     found += [f"{name} cannot be imported ({why})" for name, why in errors.items() if name != "ditmesh" or not found]
     found += [sentence for sentence, there in wanted.items() if not there]
-    if order is not None:
-        found.append(
-            "the fastest links are not between neighbouring ranks: set CUDA_VISIBLE_DEVICES="
-            f"{','.join(map(str, order))}, so that tensor=2 and ulysses=2 use them"
-        )
     return found
 
 
-def measure_links(pool: Launcher) -> list[dict[str, Any]]:
-    """Time the collectives of the strategies between the ranks of ``pool``.
-
-    Returns:
-        A table of plain data, empty for a pool of one, with a row for each transport, collective and size: ``what``
-        (``"all_to_all"``, ``"shift"``, ``"all_gather"``), ``through`` (``"shared memory"``, ``"gloo"``, ``"nccl"``),
-        ``megabytes`` of one rank's tensor, in 10^6 bytes, ``milliseconds`` of a call (median, of the slowest rank), and
-        ``gigabytes_per_second`` (10^9 bytes that one rank sends to others).
-    """
-    if pool.world_size < 2:
-        return []
-    # A collective is done when its slowest rank is.
-    return [max(same, key=lambda row: row["milliseconds"]) for same in zip(*pool.run(_measure), strict=True)]
-
-
-def _measure() -> list[dict[str, Any]]:
-    import torch.distributed as dist
-
-    from ..comm.mesh import Mesh
-    from ..config import ParallelConfig
-
-    rows: list[dict[str, Any]] = []
-    for shared_memory in (True, False):
-        mesh = Mesh(ParallelConfig(ring=dist.get_world_size(), shared_memory=shared_memory))
-        if not rows or rows[0]["through"] != mesh.ring.transport:
-            rows += [row for megabytes in MEGABYTES for row in _transfers(mesh, megabytes)]
-        mesh.close()
-    return rows
-
-
-def _transfers(mesh: Mesh, megabytes: float) -> Iterator[dict[str, Any]]:
-    """The collectives of a link, each with tensors of one size."""
+def ranks_meet() -> bool:
+    """On every rank: True if a tensor of all of them arrives here whole."""
     import torch
     import torch.distributed as dist
 
-    link, size = mesh.ring, mesh.ring.size
-    # float32, and the same number of elements for every rank.
-    part = max(1, round(megabytes * 1e6 / 4 / size))
-    mine = torch.ones(part * size, device=mesh.device)
-    parts, everything = [[piece] for piece in mine.split(part)], [part * size] * size
-    # With each the share of its tensor that a rank sends.
-    collectives: dict[str, tuple[float, Callable[[], object]]] = {
-        "all_to_all": ((size - 1) / size, lambda: link.all_to_all(parts, [[(part,)]] * size)),
-        "shift": (1.0, lambda: link.shift([mine], [(part * size,)]).wait()),
-        "all_gather": (float(size - 1), lambda: link.all_gather(mine, everything, 0)),
-    }
-    synchronize = torch.cuda.synchronize if mesh.device.type == "cuda" else lambda: None
-    for name, (sent, call) in collectives.items():
-        seconds = []
-        for _ in range(REPEATS):
-            dist.barrier()
-            synchronize()
-            started = time.perf_counter()
-            call()
-            synchronize()
-            seconds.append(time.perf_counter() - started)
-        median = statistics.median(seconds[2:])
-        yield {
-            "what": name,
-            "through": link.transport,
-            "megabytes": megabytes,
-            "milliseconds": median * 1e3,
-            "gigabytes_per_second": sent * mine.nbytes / median / 1e9,
-        }
+    from ..comm.backends import device_of_rank
+
+    total = torch.ones(1, device=device_of_rank())
+    dist.all_reduce(total)
+    return total.item() == dist.get_world_size()
 
 
 def _attention_backends() -> list[str]:
@@ -276,37 +208,3 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return platform.processor() or platform.machine()
-
-
-# The connection of two GPUs, as nvidia-smi topo -m writes it; NV with a number is that many NVLinks.
-GPU_LINKS = ("SYS", "NODE", "PHB", "PXB", "PIX")
-
-
-def fastest_order(topology: str) -> list[int] | None:
-    """The order of GPUs in which neighbouring ranks are joined by the fastest links; None: the order that there is.
-
-    Args:
-        topology: what ``nvidia-smi topo -m`` says.
-    """
-    rows = {int(line.split()[0][3:]): line.split()[1:] for line in topology.splitlines() if re.match(r"GPU\d+\s", line)}
-    count = len(rows)
-    if count < 4 or sorted(rows) != list(range(count)):
-        return None
-
-    def speed(one: int, other: int) -> int:
-        kind = rows[one][other]
-        return (
-            100 + int(kind[2:]) if re.fullmatch(r"NV\d+", kind) else GPU_LINKS.index(kind) if kind in GPU_LINKS else 0
-        )
-
-    def pairs(order: Sequence[int]) -> int:
-        return sum(speed(*order[place : place + 2]) for place in range(0, count - 1, 2))
-
-    order, left = [0], list(range(1, count))
-    while left:
-        last, whole = order[-1], order[len(order) // 4 * 4 :]
-        # Groups of four next: of equals the one that is nearest to those beside it, and then the first.
-        best = max(left, key=lambda gpu: (speed(last, gpu), sum(speed(one, gpu) for one in whole), -gpu))
-        order.append(best)
-        left.remove(best)
-    return order if pairs(order) > pairs(range(count)) else None

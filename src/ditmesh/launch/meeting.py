@@ -3,21 +3,13 @@
 Before the first collective every rank leaves a note at the store of `torch.distributed`: its host, its address and its
 versions. A rank that does not come, or comes with something else, is named. Only the monotonic clock of each host is
 asked, never what time it is.
-
-With a secret in the environment (`SECRET`) every rank proves that it has it before anything else is exchanged: an HMAC
-(RFC 2104) over all notes, each of which has a random number in it. A process without the secret is then no rank. It
-protects the meeting alone: the store itself and what ranks send one another afterwards (gloo, NCCL) are neither
-encrypted nor signed, so the network has to be trusted all the same.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 import json
 import os
-import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -32,8 +24,6 @@ from .heartbeat import ANSWER, Heartbeat
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-# The environment variable of a job's secret.
-SECRET = "DITMESH_SECRET"
 # Versions that must be the same on all hosts.
 COMPARED_VERSIONS = ("ditmesh", "torch", "diffusers", "python")
 
@@ -91,9 +81,7 @@ def meet(rank: int, world_size: int, timeout: float) -> Meeting:
                 f"{names} did not come to {place} within {timeout:g} s; start all ranks within that time with the same "
                 "--master-addr and --master-port, or give more with --timeout"
             ) from error
-        texts = [notes.get(key) for key in keys]
-        every = [json.loads(text) for text in texts]
-        _prove(notes, rank, every, texts, limit, place)
+        every = [json.loads(notes.get(key)) for key in keys]
         # The rank that keeps the store leaves only after all ranks have read it.
         notes.set(f"read-{rank}", "")
         if rank == 0:
@@ -106,38 +94,6 @@ def meet(rank: int, world_size: int, timeout: float) -> Meeting:
         ) from error
     _compare(every)
     return Meeting(store, rank, tuple(one["host"] for one in every), place)
-
-
-def _prove(
-    notes: Store, rank: int, every: Sequence[dict[str, Any]], texts: Sequence[bytes], limit: float, place: str
-) -> None:
-    """Prove that this rank has the job's secret, and check that the others have it: `MeetingError`."""
-    secret = os.environ.get(SECRET, "")
-    bare = [other for other, note in enumerate(every) if bool(note.get("nonce")) != bool(secret)]
-    if bare:
-        has, lacks = (rank, bare[0]) if secret else (bare[0], rank)
-        raise MeetingError(
-            f"rank {has} has a secret ({SECRET}) and rank {lacks} on {every[lacks]['host']} has none; set the same on "
-            "all hosts"
-        )
-    if not secret:
-        return
-
-    def proof(of: int) -> str:
-        return hmac.new(secret.encode(), b"\0".join([str(of).encode(), *texts]), hashlib.sha256).hexdigest()
-
-    notes.set(f"proof-{rank}", proof(rank))
-    for other, note in enumerate(every):
-        try:
-            notes.wait([f"proof-{other}"], timedelta(seconds=max(0.001, limit - time.monotonic())))
-            proven = hmac.compare_digest(notes.get(f"proof-{other}"), proof(other).encode())
-        except RuntimeError:
-            proven = False
-        if not proven:
-            raise MeetingError(
-                f"what came to {place} as rank {other} on {note['host']} does not have the secret of rank {rank} "
-                f"({SECRET}); set the same on all hosts, and see who else reaches that port"
-            )
 
 
 def _store(rank: int, host: str, place: str, timeout: float, opens: bool) -> Store:
@@ -174,8 +130,7 @@ def _store(rank: int, host: str, place: str, timeout: float, opens: bool) -> Sto
 
 def _note() -> dict[str, Any]:
     """This rank's data for the others; also sets gloo's interface to the one that reaches rank 0."""
-    nonce = secrets.token_hex(16) if os.environ.get(SECRET) else ""
-    note = {"host": socket.gethostname(), "address": "", "versions": library_versions(), "nonce": nonce}
+    note = {"host": socket.gethostname(), "address": "", "versions": library_versions()}
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return note
     master = os.environ["MASTER_ADDR"]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import Any
@@ -20,22 +18,11 @@ from typing import Any
 from ..errors import ConfigError, RankFailed
 from . import failures
 from . import rank as rank_
-from .backend import OnMessage, StayingRanks, Watch
-from .collect import Collector
+from .backend import OnMessage
+from .collect import Collector, StayingRanks
 from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, may_have_gpus, resolve_device
-from .messages import READ_BYTES, OwnerChannel, Reply, encode, encode_call
-from .processes import (
-    block_sigint,
-    fork_server,
-    fork_server_end,
-    fork_server_noted,
-    guarded_folder,
-    rank_name,
-    start_fork_server,
-    starting_as_rank,
-    tell_owner,
-    without_main_module,
-)
+from .messages import READ_BYTES, OwnerChannel, Reply, encode
+from .processes import block_sigint, fork_server, guarded_folder, start_fork_server, without_main_module
 from .torchrun import from_torchrun
 
 # Imported once in the fork server, so that every rank on the CPU starts with them: seconds instead of
@@ -115,9 +102,8 @@ class RankPool(StayingRanks):
             ConfigError: the device is not there, a number is out of range, or this process is itself a rank.
             RankFailed: a rank could not start.
         """
-        if starting_as_rank():
-            # Not everywhere would the exception be heard of.
-            tell_owner(f"ConfigError: {GUARD_MISSING}")
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            # `multiprocessing` has started this process, which is importing the program's main module.
             raise ConfigError(GUARD_MISSING)
         if world_size < 1:
             raise ConfigError(f"{world_size} ranks are not possible; start at least 1")
@@ -126,6 +112,7 @@ class RankPool(StayingRanks):
         check_timeout(timeout)
         if from_torchrun():
             raise ConfigError("this process is a rank of torchrun already; ranks cannot start ranks of their own")
+        super().__init__()
         self.world_size = world_size
         self._owner = os.getpid()
         self.device: DeviceKind = resolve_device(device, world_size)
@@ -136,9 +123,9 @@ class RankPool(StayingRanks):
         self.timeout = timeout
         self.stop_limit = timeout if stop_limit is None else stop_limit
         self.imports_main = import_main
-        self._lock = threading.Lock()
-        self._processes: list[Any] = []
-        self._channels: list[OwnerChannel] = []
+        # By rank.
+        self._processes: dict[int, Any] = {}
+        self._channels: dict[int, OwnerChannel] = {}
         self._settings: list[rank_.RankSettings] = []
         # How often the ranks have joined a process group.
         self._meetings = 1
@@ -151,7 +138,7 @@ class RankPool(StayingRanks):
         atexit.register(self.close)
         try:
             self._start(preload, gpus, import_main)
-            self._collect(Collector(world_size, START_LIMIT, "started"), joining=True)
+            self._collect(self._collector(START_LIMIT, "started"), joining=True)
         except BaseException as error:
             failed = isinstance(error, RankFailed)
             self._end(f"a rank could not start: {error}" if failed else "the start was broken off")
@@ -174,87 +161,55 @@ class RankPool(StayingRanks):
                 rank, self.world_size, self.device, gpu, self.threads, self.timeout, str(self._folder), server
             )
             self._settings.append(settings)
-            if self._is_here(rank):
+            if rank < self._first:
                 continue
             ours, theirs = socket.socketpair()
             # Not daemonic: a rank may start processes of its own, such as data loader workers.
             process = context.Process(
-                target=self._main, args=(settings, theirs), name=rank_name(rank, settings.stack_file)
+                target=rank_.main, args=(settings, theirs, self._first == 0), name=f"ditmesh-rank-{rank}"
             )
-            self._channels.append(OwnerChannel(ours))
+            self._channels[rank] = OwnerChannel(ours)
             # The fork server is deaf already, and may take long while it imports: waiting for it can be broken off.
             with contextlib.ExitStack() as around:
                 if self.device == "cuda":
                     around.enter_context(block_sigint())
-                else:
-                    around.enter_context(fork_server_noted())
                 if not import_main:
                     around.enter_context(without_main_module(process.name))
                 try:
                     process.start()
                 except (EOFError, ConnectionError):
-                    raise RankFailed(f"rank {rank} could not start: {fork_server_end()}", rank) from None
-            self._processes.append(process)
+                    raise RankFailed(
+                        f"rank {rank} could not start: the process that ranks are forked from has ended while it "
+                        "imported (it says why above); `ditmesh doctor` imports the same",
+                        rank,
+                    ) from None
+            self._processes[rank] = process
             # Otherwise the end of the rank would not be seen as the end of its connection.
             theirs.close()
-
-    # The process of a rank runs this.
-    _main = staticmethod(rank_.main)
-
-    def _is_here(self, rank: int) -> bool:
-        return False
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the ranks, in rank order."""
-        return [process.pid for process in self._processes]
+        return [process.pid for process in self._processes.values()]
 
-    def run(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        deadline: float | None = None,
-        on_message: OnMessage | None = None,
-        watch: Watch | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every rank at once; see `Launcher.run`. Arguments and results are pickled.
-
-        A function of an importable module travels by its name; a lambda, a closure, or what was defined in a notebook
-        travels by value, with a copy of the globals that it uses.
-
-        Raises:
-            RankFailed: a rank raised, died, was stopped or missed the deadline. When its exception can be pickled, it
-                is the ``__cause__``. If every rank has come to an end of the call all the same, having answered or
-                raised, and none has lost its device or a peer, the pool can be used again (``pool_open``); unless all
-                have raised alike, they have then joined a new process group, and groups made before are no more. In
-                every other case all ranks have been ended and the pool is closed.
-            ConfigError: the pool is closed.
-            TypeError: ``fn`` or an argument cannot be pickled; the pool is as it was.
-        """
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """See `StayingRanks.run`."""
         self.refuse_inherited()
-        with self._lock:
-            if self._closed is not None:
-                raise ConfigError(f"this RankPool is closed ({self._closed}); make a new one")
-            call = encode_call(fn, args, kwargs, on_message is not None, main=self.imports_main)
-            try:
-                for channel in self._channels:
-                    # A rank that is gone is noticed, with its reason, while the answers are collected.
-                    channel.send(call)
-                limit = math.inf if deadline is None else deadline
-                return self._collect(Collector(self.world_size, limit, on_message=on_message, watch=watch))
-            except RankFailed as error:
-                if not error.pool_open:
-                    self._end(str(error).split("\n", 1)[0])
-                raise
-            except BaseException:
-                self._kill()
-                # Some work may be done and kept, and not have been heard of.
-                with contextlib.suppress(BaseException):
-                    for rank in range(self.world_size):
-                        self._hear(rank, Collector(self.world_size, on_message=on_message))
-                self._end("a call was broken off")
-                raise
+        return super().run(fn, *args, **kwargs)
+
+    def _call(self, call: bytes, collector: Collector) -> list[Any]:
+        for channel in self._channels.values():
+            # A rank that is gone is noticed, with its reason, while the answers are collected.
+            channel.send(call)
+        return self._collect(collector)
+
+    def _break_off(self, on_message: OnMessage | None) -> None:
+        self._kill()
+        # Some work may be done and kept, and not have been heard of.
+        with contextlib.suppress(BaseException):
+            for rank in self._channels:
+                self._hear(rank, self._collector(on_message=on_message))
+        super()._break_off(on_message)
 
     def reply(self, content: Any) -> None:
         """Send all ranks a reply in the middle of a call, from any thread; they take it by ``report.reply()``.
@@ -263,9 +218,9 @@ class RankPool(StayingRanks):
         pickling raises.
         """
         message = encode(Reply(encode(content, main=self.imports_main)))
-        for channel in self._channels:
+        for channel in self._channels.values():
             channel.send(message)
-        if any(channel.sending for channel in self._channels):
+        if any(channel.sending for channel in self._channels.values()):
             # While the last ones are unread, one more says nothing new; a pool may have been closed meanwhile.
             with contextlib.suppress(OSError):
                 self._waker.send(b"\0")
@@ -288,28 +243,27 @@ class RankPool(StayingRanks):
         if self.inherited:
             return
         if self._closed is None:
-            for channel in self._channels:
+            for channel in self._channels.values():
                 channel.send(encode(None))
             self._join(CLOSE_LIMIT)
         self._end(reason)
 
     def _join(self, seconds: float) -> None:
         limit = time.monotonic() + seconds
-        for process in self._processes:
+        for process in self._processes.values():
             process.join(max(0.0, limit - time.monotonic()))
 
     def _kill(self) -> None:
         """Kill the remaining ranks at once, stopped ones too."""
-        for process in self._processes:
+        for process in self._processes.values():
             if process.is_alive():
                 process.kill()
         self._join(CLOSE_LIMIT)
 
     def _end(self, reason: str) -> None:
-        """Leave nothing behind, and remember why."""
         self._closed = self._closed or reason
         self._kill()
-        for channel in self._channels:
+        for channel in self._channels.values():
             channel.close()
         self._resources.close()
         atexit.unregister(self.close)
@@ -319,7 +273,7 @@ class RankPool(StayingRanks):
     def _collect(self, collector: Collector, joining: bool = False) -> list[Any]:
         """Wait for one answer of every rank; ``joining``: without the process group that they are about to join ranks
         can do nothing else."""
-        stops = _Stops(self.pids, self.stop_limit)
+        stops = _Stops({rank: process.pid for rank, process in self._processes.items()}, self.stop_limit)
         while seconds := collector.tick(time.monotonic()):
             for rank in self._next_events(collector.failed, min(seconds, stops.interval)):
                 self._hear(rank, collector)
@@ -329,18 +283,20 @@ class RankPool(StayingRanks):
                 collector.give_up(too_long, f"gone on for {self.stop_limit:g} s{name} {stopped}")
         if collector.failed:
             # The others' reports so far are heard as well: they may be work that is done and kept.
-            for rank in set(range(self.world_size)) - collector.failed.keys():
+            for rank in self._channels.keys() - collector.failed.keys():
                 self._hear(rank, collector)
-        return collector.result(self._whereabouts, None if joining else self._join_anew)
+        # A program that is rank 0 itself could not join another group in the middle of its call.
+        rejoin = None if joining or self._first else self._join_anew
+        return collector.result(self._whereabouts, rejoin)
 
     def _join_anew(self) -> bool:
         """Let the ranks join a new process group: in the old one an unread message may be left."""
         name = f"rendezvous-{self._meetings}"
         self._meetings += 1
         try:
-            for channel, settings in zip(self._channels, self._settings, strict=True):
-                channel.send(encode((rank_.join_group, (settings, name), {}, False)))
-            self._collect(Collector(self.world_size, JOIN_LIMIT, "joined a new process group"), joining=True)
+            for rank, channel in self._channels.items():
+                channel.send(encode((rank_.join_group, (self._settings[rank], name), {}, False)))
+            self._collect(self._collector(JOIN_LIMIT, "joined a new process group"), joining=True)
         except RankFailed:
             return False
         return True
@@ -348,10 +304,10 @@ class RankPool(StayingRanks):
     def _next_events(self, done: Collection[int], timeout: float) -> list[int]:
         """Ranks that have sent something, have ended, or have room for pending messages, in rank order."""
         with DefaultSelector() as selector:
-            for rank, (channel, process) in enumerate(zip(self._channels, self._processes, strict=True)):
+            for rank, channel in self._channels.items():
                 if rank not in done:
                     selector.register(channel, EVENT_READ | (EVENT_WRITE if channel.sending else 0), rank)
-                    selector.register(process.sentinel, EVENT_READ, rank)
+                    selector.register(self._processes[rank].sentinel, EVENT_READ, rank)
             selector.register(self._woken, EVENT_READ, None)
             found = {key.data for key, _ in selector.select(timeout)}
         if None in found:
@@ -377,12 +333,13 @@ class RankPool(StayingRanks):
 
     def _whereabouts(self, ranks: Sequence[int]) -> dict[int, str]:
         """The places in Python code at which the ranks are at this moment."""
-        places = {rank: STOPPED if _stopped(self.pids[rank]) else "" for rank in ranks}
+        pids = {rank: self._processes[rank].pid for rank in ranks}
+        places = {rank: STOPPED if _stopped(pid) else "" for rank, pid in pids.items()}
         running = [rank for rank in ranks if not places[rank]]
         if hasattr(signal, "SIGUSR1"):
             for rank in running:
                 with contextlib.suppress(OSError):
-                    os.kill(self.pids[rank], signal.SIGUSR1)
+                    os.kill(pids[rank], signal.SIGUSR1)
         limit = time.monotonic() + STACK_LIMIT
         for rank in running:
             before, text = "", self._stack(rank)
@@ -428,10 +385,10 @@ class _Stops:
     a rank that computes for long, or lets no thread run meanwhile, is not stopped, nor is one that a debugger holds.
     """
 
-    def __init__(self, pids: Sequence[int], limit: float) -> None:
+    def __init__(self, pids: Mapping[int, int], limit: float) -> None:
         # Seconds between looks.
         self.interval = min(POLL_SECONDS, limit / 4)
-        self._seconds, self._limit = dict.fromkeys(pids, 0.0), limit
+        self._pids, self._seconds, self._limit = pids, dict.fromkeys(pids, 0.0), limit
         self._last = time.monotonic()
 
     def look(self) -> list[int]:
@@ -442,8 +399,9 @@ class _Stops:
         self._last += passed
         # This process may have been stopped itself, and its ranks with it (Ctrl-Z): that time does not count.
         passed = min(passed, 2 * self.interval)
-        self._seconds = {pid: before + passed if _stopped(pid) else 0.0 for pid, before in self._seconds.items()}
-        return [rank for rank, seconds in enumerate(self._seconds.values()) if seconds >= self._limit]
+        for rank, pid in self._pids.items():
+            self._seconds[rank] = self._seconds[rank] + passed if _stopped(pid) else 0.0
+        return [rank for rank, seconds in self._seconds.items() if seconds >= self._limit]
 
 
 def _stopped(pid: int) -> bool:

@@ -16,10 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import spawn
-from pathlib import Path
 from typing import Any, NoReturn
-
-from ..errors import ConfigError, first_line
 
 # Waits until its owner is gone, however that ended, and removes a folder. Ranks may be writing for a moment still.
 GUARD = """
@@ -134,39 +131,6 @@ def defer_signals() -> Iterator[None]:
             signal.raise_signal(came[0])
 
 
-def rank_name(rank: int, stack_file: Path) -> str:
-    """The name of a rank's process, which tells it where its owner looks for the reason if it ends too early."""
-    return f"ditmesh-rank-{rank} {stack_file}"
-
-
-def starting_as_rank() -> bool:
-    """True in a process that `multiprocessing` has started and that is importing the program's main module."""
-    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
-
-
-def tell_owner(reason: str) -> bool:
-    """Leave a line for the owner of this rank, which has no connection to it yet; True if this is one."""
-    name, _, path = multiprocessing.current_process().name.partition(" ")
-    if not name.startswith("ditmesh-rank-"):
-        return False
-    with contextlib.suppress(OSError):
-        Path(path).write_text(f"{reason}\n", encoding="utf-8")
-    return True
-
-
-def tell_owner_of_errors() -> None:
-    """Let what a process forked from here raises before it is a rank be told to its owner, besides on stderr."""
-    shown = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, frames: Any) -> None:
-        told = tell_owner(f"{kind.__name__}: {first_line(error, 'no message')}")
-        if not (told and isinstance(error, ConfigError)):
-            # Of a mistake that is ours to name, the owner's sentence is enough.
-            shown(kind, error, frames)
-
-    sys.excepthook = hook
-
-
 # Held while `multiprocessing` is told not to pass the main module on.
 _without_main = threading.Lock()
 
@@ -253,35 +217,6 @@ def guarded_folder(prefix: str, parent: str | None = None) -> Iterator[str]:
         yield folder
 
 
-# Names the file for the reason why a fork server has ended, in its environment.
-NOTE_VARIABLE = "DITMESH_FORK_SERVER_NOTE"
-
-
-@contextlib.contextmanager
-def fork_server_noted() -> Iterator[None]:
-    """Let a fork server that starts meanwhile leave the reason for `fork_server_end` if it cannot import a module."""
-    os.environ[NOTE_VARIABLE] = _note_file()
-    try:
-        yield
-    finally:
-        os.environ.pop(NOTE_VARIABLE, None)
-
-
-def fork_server_end() -> str:
-    """The reason why the server that ranks are forked from has ended, as a sentence."""
-    try:
-        with open(_note_file(), encoding="utf-8") as file:
-            return f"what ranks need cannot be imported: {file.read()}"
-    except OSError:
-        return "the process that ranks are forked from has ended while it imported; `ditmesh doctor` imports the same"
-
-
-def _note_file() -> str:
-    from multiprocessing import util
-
-    return os.path.join(util.get_temp_dir(), "fork-server-end")
-
-
 def start_fork_server(preload: list[str]) -> None:
     """Start the server that ranks are forked from, unless it runs; it imports the modules ``preload`` first."""
     from multiprocessing import forkserver, util
@@ -290,12 +225,9 @@ def start_fork_server(preload: list[str]) -> None:
     with defer_signals(), _STARTING:
         forkserver.set_forkserver_preload(preload)
         before = fork_server()
-        with block_sigint(), fork_server_noted():
+        with block_sigint():
             forkserver.ensure_running()
         if fork_server() != before:
-            # An earlier server's; this one has imported nothing yet.
-            with contextlib.suppress(OSError):
-                os.unlink(_note_file())
             # The folder of its socket, which multiprocessing removes at the end of a process that is not killed. The
             # guard is needed as long as the server is.
             atexit.register(FolderGuard(util.get_temp_dir()).end)

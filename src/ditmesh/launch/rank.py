@@ -43,8 +43,8 @@ class RankSettings:
         return Path(self.folder) / f"stack-{self.rank}"
 
 
-def main(settings: RankSettings, connection: socket.socket, joins: bool = True) -> None:
-    """Run a rank, from its first import to its end; ``joins``: it joins the others before it answers calls."""
+def main(settings: RankSettings, connection: socket.socket, joins: bool) -> None:
+    """Run a rank, from its first import to its end; ``joins``: before it answers calls, else when it is told to."""
     hide_chatter()
     leave_inherited()
     # The owner decides what Ctrl-C means; the terminal sends it to every process of the group.
@@ -84,11 +84,6 @@ def leave_inherited() -> None:
     gc.freeze()
     # Looks at next to nothing, and is the last time from now on.
     gc.collect()
-
-
-def main_of_hosted(settings: RankSettings, connection: socket.socket) -> None:
-    """Run a rank beside a process that is a rank itself: it joins when it is told to."""
-    main(settings, connection, joins=False)
 
 
 def _answer_calls(settings: RankSettings, channel: RankChannel, joins: bool) -> bool:
@@ -144,10 +139,11 @@ def _follow_owner(settings: RankSettings) -> None:
     os._exit(1)
 
 
-def join_group(settings: RankSettings, meeting: str) -> None:
+def join_group(settings: RankSettings, meeting: str, *, binds: bool = True) -> None:
     """Join the default process group, after leaving the one there was, with all its subgroups.
 
-    ``meeting`` names the file by which ranks find one another, another one each time.
+    ``meeting`` names the file by which ranks find one another, another one each time. ``binds``: the threads of this
+    process stay near its GPU.
     """
     import torch.distributed as dist
 
@@ -158,7 +154,7 @@ def join_group(settings: RankSettings, meeting: str) -> None:
     device = join_default_group(
         settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous
     )
-    if device.type == "cuda":
+    if device.type == "cuda" and binds:
         from ..core.gpus import bind_near_gpu
 
         bind_near_gpu(device)

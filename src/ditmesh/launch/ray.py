@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 import pickle
 import queue
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -22,8 +21,7 @@ from .._version import library_versions
 from ..errors import ConfigError, RankFailed
 from ..requirements import not_installed
 from . import failures
-from .backend import OnMessage, StayingRanks, Watch
-from .collect import CAUSE_TIMEOUT, Collector
+from .collect import CAUSE_TIMEOUT, Collector, StayingRanks
 from .devices import (
     DeviceChoice,
     DeviceKind,
@@ -35,7 +33,7 @@ from .devices import (
 )
 from .failures import Failure, of_exception
 from .meeting import COMPARED_VERSIONS
-from .messages import encode, encode_call
+from .messages import encode
 
 # Seconds.
 START_LIMIT = 300.0  # for Ray to find room, for all ranks to import what they need and to find one another
@@ -88,9 +86,9 @@ class RayRanks(StayingRanks):
         if world_size < 1:
             raise ConfigError(f"{world_size} ranks are not possible; start at least 1")
         check_timeout(timeout)
+        super().__init__()
         ray = self._ray = _import()
         self.world_size, self.timeout = world_size, timeout
-        self._lock = threading.Lock()
         self._actors: list[Any] = []
         with contextlib.ExitStack() as undo:
             undo.enter_context(connected(address))
@@ -168,39 +166,6 @@ class RayRanks(StayingRanks):
         except self._ray.exceptions.RayError as error:
             raise RankFailed(f"a rank could not {what}: {str(error).strip().splitlines()[-1]}", 0) from error
 
-    def run(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        deadline: float | None = None,
-        on_message: OnMessage | None = None,
-        watch: Watch | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every rank at once; see `Launcher.run`. Arguments and results are pickled.
-
-        Raises:
-            RankFailed: a rank raised, its process or host is gone, or it missed the deadline; see `RankPool.run`.
-            ConfigError: the ranks are closed.
-            TypeError: ``fn`` or an argument cannot be pickled.
-        """
-        with self._lock:
-            if self._closed is not None:
-                raise ConfigError(f"these RayRanks are closed ({self._closed}); make new ones")
-            # The actors' main module is Ray's.
-            call = encode_call(fn, args, kwargs, on_message is not None, main=False)
-            try:
-                limit = math.inf if deadline is None else deadline
-                collector = Collector(self.world_size, limit, on_message=on_message, watch=watch, grace=_grace)
-                return self._collect(call, collector)
-            except RankFailed as error:
-                if not error.pool_open:
-                    self._end(str(error).split("\n", 1)[0])
-                raise
-            except BaseException:
-                self._end("a call was broken off")
-                raise
-
     def reply(self, content: Any) -> None:
         """Send all ranks a reply in the middle of a call; see `RankPool.reply`."""
         data = encode(content, main=False)
@@ -222,7 +187,6 @@ class RayRanks(StayingRanks):
                 self._ray.get(actor.facts.remote(), timeout=max(0.1, limit - time.monotonic()))
 
     def _end(self, reason: str) -> None:
-        """Leave nothing behind, and remember why."""
         if self._closed is None:
             self._closed = reason
             self._undo.close()
@@ -230,8 +194,10 @@ class RayRanks(StayingRanks):
 
     # ---- answers and failures
 
-    def _collect(self, call: bytes, collector: Collector) -> list[Any]:
-        """Wait for one answer of every rank to a call."""
+    def _collector(self, *limits: Any, **watched: Any) -> Collector:
+        return super()._collector(*limits, grace=_grace, **watched)
+
+    def _call(self, call: bytes, collector: Collector) -> list[Any]:
         streams = {
             actor.call.options(num_returns="streaming").remote(call): rank for rank, actor in enumerate(self._actors)
         }
@@ -406,64 +372,34 @@ def _connect(ray: Any, address: str | None) -> None:
         ) from error
 
 
-class _Connection:
-    """The connection of this process with a cluster, of which Ray has one: all that need it share it."""
-
-    def __init__(self) -> None:
-        self._lock, self._users, self._undo = threading.Lock(), 0, contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def held(self, address: str | None) -> Iterator[None]:
-        """Join the cluster unless this program has, and leave it with the last one who needs it."""
-        ray = _import()
-        with self._lock:
-            if not ray.is_initialized():
-                _connect(ray, address)
-                self._undo.callback(ray.shutdown)
-                self._undo.enter_context(_stdout_kept_clean())
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._undo.close()
+# Of the connection with a cluster, of which Ray has one in a process: those that hold it, and whether it was made here.
+_users = 0
+_connected_here = False
+_users_lock = threading.Lock()
 
 
-# Ray's own is of the process, too.
-_CONNECTION = _Connection()
-
-
-def connected(address: str | None = None) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def connected(address: str | None = None) -> Iterator[None]:
     """A connection with the cluster for as long as it is held: ranks that come and go meanwhile do not end it.
 
     Raises:
         ConfigError: Ray is not installed, or does not answer.
     """
-    return _CONNECTION.held(address)
-
-
-@contextlib.contextmanager
-def _stdout_kept_clean() -> Iterator[None]:
-    """Let what Ray tells of its nodes go to stderr: stdout is the program's, and may be JSON."""
-    from ray._private import worker
-
-    # There is no setting for it.
-    tell = getattr(worker, "print_to_stdstream", None)
-    if tell is None:
-        yield
-        return
-
-    def to_stderr(data: dict[str, Any], *rest: Any, **named: Any) -> None:
-        tell({**data, "is_err": True}, *rest, **named)
-
-    worker.print_to_stdstream = to_stderr
+    global _users, _connected_here
+    ray = _import()
+    with _users_lock:
+        if not ray.is_initialized():
+            _connect(ray, address)
+            _connected_here = True
+        _users += 1
     try:
         yield
     finally:
-        if worker.print_to_stdstream is to_stderr:
-            worker.print_to_stdstream = tell
+        with _users_lock:
+            _users -= 1
+            if _connected_here and not _users:
+                ray.shutdown()
+                _connected_here = False
 
 
 def device_of_cluster(device: DeviceChoice, world_size: int, address: str | None = None) -> DeviceKind:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, isfinite
+from math import ceil, isfinite, nan
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -18,7 +18,6 @@ import numpy as np
 from ...errors import InputError
 from ...quality.pictures import as_picture, eight_bits
 from ...requirements import not_installed
-from .curves import Point, Series, ValueGrid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,6 +48,51 @@ MAX_LABEL = 24
 RAMP = ((0, 0, 0), (58, 15, 110), (150, 30, 115), (225, 75, 60), (250, 165, 45), (255, 250, 205))
 # The line between the ranks' parts of an image, (red, green, blue) from 0 to 1.
 BORDER = (0.0, 0.75, 0.75)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart.
+
+    Attributes:
+        name: what the legend calls it.
+        x, y: its points; a y that is not finite leaves a gap.
+        low, high: ends of every point's error bar; empty: no bars.
+    """
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a scatter chart: its name, and the group that colours it."""
+
+    name: str
+    group: str
+    x: float
+    y: float
+
+
+@dataclass(frozen=True)
+class ValueGrid:
+    """Values over two axes, ``values[row][column]``; one that was not measured is not a number."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    values: tuple[tuple[float, ...], ...]
+
+
+def grid(
+    values: Mapping[tuple[str, str], float], rows: Iterable[str] | None = None, columns: Iterable[str] | None = None
+) -> ValueGrid:
+    """A grid of values by (row, column); rows and columns in the order given, else in that of the mapping."""
+    down = tuple(dict.fromkeys(row for row, _ in values) if rows is None else rows)
+    across = tuple(dict.fromkeys(column for _, column in values) if columns is None else columns)
+    return ValueGrid(down, across, tuple(tuple(values.get((row, column), nan) for column in across) for row in down))
 
 
 @dataclass(frozen=True)
@@ -85,11 +129,10 @@ def _drawn(draw: Callable[[Axes], None], x_label: str, y_label: str, height: flo
     return "data:image/svg+xml;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str, *, log_y: bool = False) -> Chart:
+def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str) -> Chart:
     """Lines through points over whole numbers (steps), with error bars where the series have them.
 
-    Lines of more than `CROWDED` points have a band in place of bars, and no marks. A logarithmic y axis has a place for
-    zero.
+    Lines of more than `CROWDED` points have a band in place of bars, and no marks.
     """
 
     def draw(axes: Axes) -> None:
@@ -102,9 +145,6 @@ def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str,
                 axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
             elif line.low:
                 axes.vlines(line.x, line.low, line.high, color=colour, linewidth=1)
-        if log_y:
-            axes.set_yscale("symlog", linthresh=_smallest(value for line in series for value in line.y), linscale=0.4)
-            axes.yaxis.set_major_formatter("{x:g}")
         cast(Any, axes.xaxis.get_major_locator()).set_params(integer=True)
         axes.grid(axis="y", alpha=0.4)
         axes.legend()
@@ -157,40 +197,13 @@ def pareto_front(points: Sequence[Point]) -> list[int]:
     return front
 
 
-def bar_chart(groups: Sequence[str], bars: Series, title: str, y_label: str, *, x_label: str = "") -> Chart:
-    """One bar for each group, of height ``bars.y[group]``, with an error bar where there is one.
-
-    ``x_label`` names the groups.
-    """
+def heat_map(grid: ValueGrid, title: str, x_label: str, y_label: str) -> Chart:
+    """Values as shades; cells that are not numbers stay empty. Rows run downwards."""
 
     def draw(axes: Axes) -> None:
-        axes.bar(range(len(groups)), bars.y, color=COLOURS[0])
-        if bars.low:
-            axes.vlines(range(len(groups)), bars.low, bars.high, color="black", linewidth=1)
-        _name_ticks(axes.set_xticks, groups, MOST_ACROSS)
-        axes.grid(axis="y", alpha=0.4)
-
-    rows = tuple((name, _number(y)) for name, y in zip(groups, bars.y, strict=True))
-    return Chart(title, _drawn(draw, x_label, y_label), (x_label, bars.name), rows)
-
-
-def heat_map(grid: ValueGrid, title: str, x_label: str, y_label: str, *, log: bool = False) -> Chart:
-    """Values as shades; cells that are not numbers stay empty. Rows run downwards.
-
-    With ``log`` shades follow the logarithm, and zero gets the lightest one.
-    """
-
-    def draw(axes: Axes) -> None:
-        from matplotlib.colors import Normalize, SymLogNorm
-
         values = np.array(grid.values, dtype=float)
-        largest = float(np.nanmax(values, initial=0.0)) or 1.0
-        norm = (
-            SymLogNorm(_smallest(values.ravel()), vmin=0.0, vmax=largest)
-            if log
-            else Normalize(float(np.nanmin(values, initial=0.0)), largest)
-        )
-        image = axes.imshow(values, cmap="Blues", norm=norm, aspect="auto", interpolation="nearest")
+        least, most = float(np.nanmin(values, initial=0.0)), float(np.nanmax(values, initial=0.0)) or 1.0
+        image = axes.imshow(values, cmap="Blues", vmin=least, vmax=most, aspect="auto", interpolation="nearest")
         names = [name if len(name) <= MAX_LABEL else f"…{name[1 - MAX_LABEL :]}" for name in grid.rows]
         _name_ticks(axes.set_xticks, grid.columns, MOST_ACROSS)
         _name_ticks(axes.set_yticks, names, MOST_DOWN)
@@ -205,11 +218,6 @@ def _name_ticks(set_ticks: Callable[..., Any], names: Sequence[str], most: int) 
     """Names along an axis of whole numbers, as many as have room."""
     every = max(1, ceil(len(names) / most))
     set_ticks(range(0, len(names), every), names[::every])
-
-
-def _smallest(values: Iterable[float]) -> float:
-    """The smallest value above zero, from which a logarithmic scale is one; 1 where there is none."""
-    return min((float(value) for value in values if isfinite(value) and value > 0), default=1.0)
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""A page: a report that also holds charts, images and files, written as one HTML file.
+"""A page: a report with charts and images, as one HTML file that asks nothing of the network.
 
 ::
 
@@ -6,25 +6,39 @@
     page.section("Growth")
     page.text("The difference grows with every step.")
     page.chart(line_chart(...), "Relative difference of the latents")
-    page.downloads([Download("figures.csv", as_csv(rows))])
     page.write("report.html")
+
+Its parts are `page.html` and `style.css` beside this. Light or dark as the reader's system is, from the width of a
+phone up: charts scale, wide tables become cards where there is no room for them, and what is wider still scrolls in a
+box of its own. Every image has a text of its own, every chart its numbers as a table.
 """
 
 from __future__ import annotations
 
-import base64
-import csv
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from ...core.files import written_whole
 from ...errors import InputError, reason_of
-from ...report.formatting import size_text
-from ...report.report import Report, ReportBlock
-from .charts import Chart
+from ...report.formatting import number_text
+from ...report.report import Report, ReportBlock, ReportTable, filled_table
+from .charts import RAMP, Chart, image_source
+
+# Sections of a page that is worth a list of them.
+LISTED = 4
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+STYLE = _TEMPLATES.get_template("style.css").render(ramp=RAMP)
 
 
 @dataclass(frozen=True)
@@ -42,32 +56,6 @@ class GridImage:
     caption: str = ""
     alt: str = ""
     bright: float | None = None
-
-
-@dataclass(frozen=True)
-class Download:
-    """A file inside a page: its name, and its text."""
-
-    name: str
-    text: str
-
-    @property
-    def source(self) -> str:
-        """The file as the address of a link."""
-        kind = "application/json" if self.name.endswith(".json") else "text/csv;charset=utf-8"
-        return f"data:{kind};base64,{base64.b64encode(self.text.encode()).decode()}"
-
-    @property
-    def size(self) -> str:
-        """Such as ``17.1 MB``."""
-        return size_text(len(self.text.encode()))
-
-
-@dataclass(frozen=True)
-class Downloads(ReportBlock):
-    """Links that save files which lie in the page itself."""
-
-    files: tuple[Download, ...]
 
 
 @dataclass(frozen=True)
@@ -91,11 +79,7 @@ class ImageGrid(ReportBlock):
 
 
 class Page(Report):
-    """A report with charts, images and files."""
-
-    def downloads(self, files: Sequence[Download]) -> None:
-        """Links that save files which lie in the page itself."""
-        self.blocks.append(Downloads(tuple(files)))
+    """A report with charts and images."""
 
     def chart(self, chart: Chart, caption: str) -> None:
         """A chart with its legend, and its numbers to unfold."""
@@ -110,28 +94,32 @@ class Page(Report):
         """Images in rows and columns."""
         self.blocks.append(ImageGrid(tuple(map(tuple, rows)), caption))
 
+    def as_html(self) -> str:
+        """The whole page."""
+
+        def numbers(chart: Chart, caption: str) -> ReportTable:
+            return filled_table(chart.header, chart.rows, caption)
+
+        return _TEMPLATES.get_template("page.html").render(
+            report=self,
+            sections=self.sections,
+            listed=LISTED,
+            style=STYLE,
+            source=image_source,
+            number=number_text,
+            numbers=numbers,
+        )
+
     def write(self, path: str | Path) -> Path:
-        """Write the report as a page (see `html`), atomically.
+        """Write the report as a page, atomically.
 
         Raises:
             InputError: the file cannot be written.
         """
-        from .html import as_html
-
         path = Path(path)
         try:
             with written_whole(path) as temporary:
-                temporary.write_text(as_html(self), encoding="utf-8")
+                temporary.write_text(self.as_html(), encoding="utf-8")
         except OSError as error:
             raise InputError(f"cannot write {str(path)!r} ({reason_of(error)}); choose another file") from None
         return path
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as CSV, with a column for every name that a row has; None is empty."""
-    names: list[str] = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ...errors import ConfigError, InputError, did_you_mean
+from ...errors import InputError, did_you_mean
 from ...memory.cards import device_entry, key_of, parts
 
 # Collectives whose messages go round in a ring, one after the other.
@@ -62,53 +62,21 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Equal devices and their links.
-
-    Attributes:
-        devices: of one host.
-        between: between hosts; its bandwidth is that of a host, which its devices share.
-    """
+    """Equal devices of one host, and their links."""
 
     device: Device
     link: LinkSpeed
     devices: int = 1
-    hosts: int = 1
-    between: LinkSpeed | None = None
-
-    @property
-    def world_size(self) -> int:
-        """Devices of all hosts."""
-        return self.devices * self.hosts
 
     def describe(self) -> str:
-        """Such as ``2 hosts x 8 x h100 over nvlink4, infiniband-ndr between hosts``."""
-        hosts = f"{self.hosts} hosts x " if self.hosts > 1 else ""
-        between = f", {self.between.name} between hosts" if self.hosts > 1 and self.between else ""
-        return f"{hosts}{self.devices} x {self.device.name} over {self.link.name}{between}"
+        """Such as ``8 x h100 over nvlink4``."""
+        return f"{self.devices} x {self.device.name} over {self.link.name}"
 
-    def transfer(self, collective: str, times: float, sent: float, size: int, stride: int) -> tuple[float, float]:
-        """So many collectives of ranks that are ``stride`` apart.
-
-        Args:
-            sent: bytes that a rank sends in all of them.
-            size: ranks that take part.
-            stride: distance of neighbours among all ranks, which fill one host after the other.
-
-        Returns:
-            Their seconds, and the share of them that can run beside computation.
-        """
+    def transfer(self, collective: str, times: float, sent: float, size: int) -> float:
+        """Seconds of so many collectives of ``size`` ranks, in all of which a rank sends ``sent`` bytes."""
         rounds = size - 1 if collective in ROUNDS else 1
         latency, bandwidth = self.link.collectives.get(collective, (self.link.latency, self.link.bandwidth))
-        seconds = times * rounds * latency + sent / bandwidth
-        if size * stride <= self.devices or self.between is None:
-            return seconds, self.link.hidden
-        # All ranks of a host send over its link; a ring crosses once, the others what is for other hosts.
-        here = max(1, self.devices // stride)
-        crossing = sent * max(1, self.devices // min(here, size))
-        if collective == "all_to_all":
-            crossing = sent * (size - min(here, size)) / (size - 1) * self.devices
-        outside = times * rounds * self.between.latency + crossing / self.between.bandwidth
-        return max((seconds, self.link.hidden), (outside, self.between.hidden))
+        return times * rounds * latency + sent / bandwidth
 
 
 def device(name: str, dtype: str = "bfloat16") -> Device:
@@ -171,39 +139,23 @@ def machine(name: str, devices: int, dtype: str = "bfloat16") -> Hardware:
 
 
 def hardware(
-    name: str | None,
-    devices: int | None,
-    dtype: str,
-    *,
-    hosts: int = 1,
-    between: str | None = None,
-    through: str | None = None,
-    memory: float | None = None,
+    name: str | None, devices: int | None, dtype: str, *, through: str | None = None, memory: float | None = None
 ) -> Hardware:
     """The hardware that a command names.
 
     Args:
         name: of a device; None: this machine's.
-        devices: of all hosts.
-        between, through: links between hosts, and between the devices of one; None: the device's usual one.
+        through: the link between devices; None: the device's usual one.
         memory: bytes of a device, in the place of its own.
 
     Raises:
-        ConfigError: the hosts cannot share the devices evenly.
-        InputError: a part is not in the table, or the link between hosts is not given.
+        InputError: a part is not in the table.
     """
     if name is None:
         name, here = this_device()
         devices = devices or here
         dtype = "float32" if name == "cpu" else dtype
-    count = devices or hosts
-    if count % hosts:
-        raise ConfigError(f"{count} devices cannot be shared by {hosts} hosts evenly; use a multiple of {hosts}")
-    if hosts > 1 and between is None:
-        raise InputError(f"{hosts} hosts: give the link --between them, such as infiniband-ndr, ethernet-25g or 25Gb/s")
-    made = replace(
-        machine(name, count // hosts, dtype), hosts=hosts, between=None if between is None else link(between)
-    )
+    made = machine(name, devices or 1, dtype)
     if through is not None:
         made = replace(made, link=link(through))
     return made if memory is None else replace(made, device=replace(made.device, memory=memory))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 
 from ...comm.grid import LINKS
-from ...config import AXES, ParallelConfig
+from ...config import ParallelConfig
 from ...memory.sizes import Workload
 from ...staleness.policy import Outlook, parse
 from .hardware import Hardware
@@ -120,22 +119,13 @@ def seconds(
     travelling = 0.0 if config.exchange == "gather" else found["attention"]
     hidden = {"ring": busy if stale else travelling, "shard": busy}
     for (name, collective), sent in work.sent.items():
-        size, stride = _ranks(name, config)
+        size = config.shard if name == "shard" else config.size_of(LINKS[name])
         if collective == "all_reduce":
             sent = sent * 2 * (size - 1) // size
-        time, share = hardware.transfer(collective, pieces * work.messages[name, collective], sent, size, stride)
-        beside = min(share * time, hidden.get(name, 0.0))
+        time = hardware.transfer(collective, pieces * work.messages[name, collective], sent, size)
+        beside = min(hardware.link.hidden * time, hidden.get(name, 0.0))
         found[f"waits for {name}"] = found.get(f"waits for {name}", 0.0) + time - beside
     return found
-
-
-def _ranks(link: str, config: ParallelConfig) -> tuple[int, int]:
-    """How many ranks a link has, and how far apart neighbours are among all ranks."""
-    if link == "shard":
-        first, second, *_ = config.shard_groups()[0]
-        return config.shard, second - first
-    axes = LINKS[link]
-    return config.size_of(axes), prod(config.degrees[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
 
 
 def _staged(

@@ -69,7 +69,11 @@ def subject(
         InputError: there is no such model, or it cannot make that size.
     """
     known = shapes()
-    source: Any = known[name.lower()] if name.lower() in known and not Path(name).exists() else _found(name, known)
+    try:
+        is_known = name.lower() in known and not Path(name).exists()
+        source: Any = known[name.lower()] if is_known else find_model(name)
+    except InputError as error:
+        raise InputError(f"{error}; sizes that ship: {', '.join(known)}") from None
     element = DTYPES[dtype].itemsize
     workload = workload_of(source, pictures=pictures, element=element, **sizes)
     if isinstance(source, Shape):
@@ -91,13 +95,6 @@ def subject(
         runtime=hardware.device.runtime,
     )
     return PlanSubject(name, transformer, settings, workload, repository, demand)
-
-
-def _found(name: str, known: dict[str, Shape]) -> Any:
-    try:
-        return find_model(name)
-    except InputError as error:
-        raise InputError(f"{error}; sizes that ship: {', '.join(known)}") from None
 
 
 @dataclass(frozen=True)
@@ -140,13 +137,11 @@ class Plan:
     def verdict(self) -> str:
         """What ``"auto"`` takes, and why that is another configuration than the fastest, where it is."""
         best, choice = self.best, self.choice
-        if best is None or best.prediction is None:
-            way_out = self.subject.demand.fitting(self.hardware.world_size, self.hardware.device.memory, limited=True)
-            return f"none of these fits: {way_out.sentence}"
-        if best.config == choice.config:
-            return f'"auto" {choice.describe()}'
         taken = next((row.prediction for row in self.rows if row.config == choice.config), None)
-        if taken is None:
+        if best is None or best.prediction is None:
+            way_out = self.subject.demand.fitting(self.hardware.devices, self.hardware.device.memory, limited=True)
+            return f"none of these fits: {way_out.sentence}"
+        if best.config == choice.config or taken is None:
             return f'"auto" {choice.describe()}'
         ratio = taken.latency / best.prediction.latency
         return (
@@ -159,24 +154,22 @@ class Plan:
         if self.best is None:
             return None
         model = f" --model {self.subject.repository}" if self.subject.repository else ""
-        return f'ditmesh generate "..."{model} {options(self.best.config)}'
-
-
-def options(config: ParallelConfig) -> str:
-    """The options of a command for a configuration, with those of stale strategies."""
-    more = [option_words("exchange", config.exchange)] if config.exchange != "exact" else []
-    more += [option_words("patches", config.patches)] if config.patches is not None else []
-    return " ".join([config.options(), *more])
+        config = self.best.config
+        more = [option_words("exchange", config.exchange)] if config.exchange != "exact" else []
+        more += [option_words("patches", config.patches)] if config.patches is not None else []
+        return " ".join([f'ditmesh generate "..."{model}', config.options(), *more])
 
 
 def plan(about: PlanSubject, hardware: Hardware, stale: bool = False) -> Plan:
     """Predict the usual configurations of all devices, and of one."""
     room, demand = hardware.device.memory, about.demand
-    choice = demand.choose(hardware.world_size, room)
+    choice = demand.choose(hardware.devices, room)
     rows, refused = list[PlanRow](), dict[str, str]()
     for config in dict.fromkeys((choice.config, *offers(about, hardware, stale))):
         try:
-            memory = _memory(demand, config)
+            memory = None
+            with suppress(LayoutError):
+                memory = demand.largest(config)[0]
             fits = memory is None or memory <= room
             rows.append(PlanRow(config, about.predict(config, hardware) if fits else None, memory, fits))
         except DitmeshError as error:
@@ -185,16 +178,9 @@ def plan(about: PlanSubject, hardware: Hardware, stale: bool = False) -> Plan:
     return Plan(about, hardware, tuple(rows), choice, refused)
 
 
-def _memory(demand: Demand, config: ParallelConfig) -> float | None:
-    try:
-        return demand.largest(config)[0]
-    except LayoutError:
-        return None
-
-
 def offers(about: PlanSubject, hardware: Hardware, stale: bool) -> Iterator[ParallelConfig]:
     """One device; all devices on one axis; for whole weights and every way to cut them what the rule prefers."""
-    devices, workload = hardware.world_size, about.workload
+    devices, workload = hardware.devices, about.workload
     yield ParallelConfig()
     if devices == 1:
         return

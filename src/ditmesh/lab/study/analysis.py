@@ -6,22 +6,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from math import floor, nan, sqrt
+from math import floor, sqrt
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
 
 from ...report.formatting import count
-from .plan import SYNCHRONOUS, Pair, StudyPlan, has_given_steps, steps_text
+from .plan import SYNCHRONOUS, Pair, StudyPlan
 
 # An image with the bits of the synchronous one has an infinite ratio; so much is taken for it in means.
 CAP = 100.0
-# Studies made of a study's images, drawn with replacement (Efron 1979), that show how sure an exponent is.
-RESAMPLES = 200
-# Of fewer images such studies show nothing.
-FEWEST = 8
 # Numbers of devices that need a warm-up, without which two parameters are not determined.
 FITTED = 3
 
@@ -29,8 +24,6 @@ FITTED = 3
 Combination = tuple[str, str, int, str]
 # Values of images, by prompt and seed.
 ByImage = Mapping[tuple[str, int], float]
-# PSNR of all images (NaN: not measured), by devices and warm-up.
-Levels = Mapping[int, Mapping[int, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -89,10 +82,6 @@ def mean_difference(pairs: Iterable[tuple[ByImage, ByImage]]) -> Mean:
             if image in theirs and min(ours[image], theirs[image]) < CAP:
                 apart.setdefault(image, []).append(ours[image] - theirs[image])
     return mean(sum(values) / len(values) for values in apart.values())
-
-
-def _paired(ours: ByImage, theirs: ByImage) -> Mean:
-    return mean(ours[image] - theirs[image] for image in ours if image in theirs)
 
 
 @dataclass(frozen=True)
@@ -156,13 +145,9 @@ class StudyResults:
                 at = (cell["sampler"], cell["strategy"], cell["devices"], cell["warmup"])
                 self.by.setdefault(at, []).append(result)
 
-    def asked(self) -> list[Combination]:
-        """Every combination that was asked for, in the order of the plan."""
-        return [at for at in self.by if not has_given_steps(at[3]) or at[3] in self.plan.warmups]
-
     def rows(self) -> list[Row]:
-        """The rows of `asked`."""
-        return [self.row(at) for at in self.asked()]
+        """The rows of all combinations, in the order of the plan."""
+        return [self.row(at) for at in self.by]
 
     def images(self, at: Combination) -> list[Mapping[str, Any]]:
         """The measurements of a combination's images."""
@@ -196,7 +181,8 @@ class StudyResults:
 
     def paired(self, ours: Combination, theirs: Combination) -> Mean:
         """Mean difference in dB of the same images generated in two ways; positive: the first is closer."""
-        return _paired(self.psnr_of(ours), self.psnr_of(theirs))
+        near, far = self.psnr_of(ours), self.psnr_of(theirs)
+        return mean(near[image] - far[image] for image in near if image in far)
 
     def fixed(self, sampler: str, strategy: str, devices: int) -> dict[int, Combination]:
         """Measured combinations of a fixed warm-up, by its number of steps."""
@@ -210,26 +196,20 @@ class StudyResults:
         fixed = self.fixed(sampler, strategy, devices)
         return {warmup: at for warmup, at in fixed.items() if warmup < self.row(at).evaluations}
 
-    def _heading(self, at: Combination) -> dict[str, Any]:
-        row = self.row(at)
-        return {
-            **dict(zip(("sampler", "strategy", "devices", "warmup"), at, strict=True)),
-            "synchronous": row.synchronous.value,
-            "evaluations": row.evaluations,
-            "psnr": asdict(row.psnr),
-        }
-
     def against_fixed(self) -> list[dict[str, Any]]:
         """Every policy that is not fixed beside the fixed warm-up with as many synchronous steps, image by image.
 
         Where that warm-up was not measured, its PSNR is interpolated between its measured neighbours.
         """
         compared = []
-        for at in self.asked():
+        for at in self.by:
             if at[3].startswith("fixed("):
                 continue
             fixed = {warmup: self.psnr_of(place) for warmup, place in self.fixed(*at[:3]).items()}
-            ours, counts = self.psnr_of(at), self._counts(at)
+            ours, counts = (
+                self.psnr_of(at),
+                {(p["prompt"], p["seed"]): logged_synchronous_steps(r) for r in self.by[at] for p in r["images"]},
+            )
             theirs = {
                 image: expected
                 for image, count in counts.items()
@@ -238,130 +218,47 @@ class StudyResults:
                 is not None
             }
             if theirs:
-                measured = {
-                    "fixed_psnr": asdict(mean(theirs.values())),
-                    "difference": asdict(mean(ours[image] - expected for image, expected in theirs.items())),
-                }
-                compared.append(self._heading(at) | measured)
+                row = self.row(at)
+                compared.append(
+                    {
+                        **dict(zip(("sampler", "strategy", "devices", "warmup"), at, strict=True)),
+                        "synchronous": row.synchronous.value,
+                        "evaluations": row.evaluations,
+                        "psnr": asdict(row.psnr),
+                        "fixed_psnr": asdict(mean(theirs.values())),
+                        "difference": asdict(mean(ours[image] - expected for image, expected in theirs.items())),
+                    }
+                )
         return compared
-
-    def against_others(self) -> list[dict[str, Any]]:
-        """Every adaptive policy beside all others with as many synchronous steps, the same images.
-
-        A policy that is not adaptive counts where it was measured on all of the adaptive one's images with the same
-        number of synchronous steps in each request; the one with the highest mean PSNR comes first, which is a choice
-        made after the fact, in favour of the others. ``closer``: images on which the adaptive one has the higher
-        PSNR.
-        """
-        adaptive = [at for at in self.by if at[3].startswith("adaptive(")]
-        others = [at for at in self.by if at not in adaptive and at[3] in self.plan.warmups]
-        compared = []
-        for at in adaptive:
-            counts = self._counts(at)
-            beside = [
-                self._beside(at, other)
-                for other in others
-                if other[:3] == at[:3] and None not in counts.values() and self._counts(other) == counts
-            ]
-            if beside:
-                beside.sort(key=lambda other: -(other["psnr"]["value"] or 0.0))
-                compared.append({**self._heading(at), "others": beside})
-        return compared
-
-    def _beside(self, at: Combination, other: Combination) -> dict[str, Any]:
-        ours, theirs = self.psnr_of(at), self.psnr_of(other)
-        felt, felt_there = (
-            {(p["prompt"], p["seed"]): p["perceptual"] for p in self.images(one) if p["perceptual"] is not None}
-            for one in (at, other)
-        )
-        return {
-            "warmup": other[3],
-            "psnr": asdict(self.row(other).psnr),
-            "difference": asdict(_paired(ours, theirs)),
-            "closer": sum(ours[image] > theirs[image] for image in ours),
-            "perceptual_difference": asdict(_paired(felt, felt_there)),
-            "same_steps": [self._synchronous(one) for one in self.by[other]]
-            == [self._synchronous(one) for one in self.by[at]],
-        }
-
-    def _counts(self, at: Combination) -> dict[tuple[str, int], int | None]:
-        """Synchronous steps by prompt and seed."""
-        return {(p["prompt"], p["seed"]): logged_synchronous_steps(r) for r in self.by[at] for p in r["images"]}
-
-    @staticmethod
-    def _synchronous(result: Mapping[str, Any]) -> list[bool]:
-        return [step["synchronous"] for step in result.get("steps", ())]
 
     def rule(self, sampler: str, strategy: str, target: float | None = None) -> dict[str, Any] | None:
         """The warm-up needed at every N for a mean PSNR, and w = a · N^b through it; None without fixed warm-ups.
 
-        The target is in dB; None: the highest whole number that some warm-up reaches at every N. ``b_interval``: where
-        b lies in 95 of 100 studies with images drawn from these with replacement; None where under three N, or
-        half of those studies, reach the target, and of fewer than `FEWEST` images. ``fit``, ``sqrt``: None where
-        under `FITTED` of the N need any warm-up at all: a power law through zeros is not determined.
+        The target is in dB; None: the highest whole number that some warm-up reaches at every N. ``fit``, ``sqrt``:
+        None where under `FITTED` of the N need any warm-up at all: a power law through zeros is not determined.
         """
-        images = {
-            devices: {warmup: self.psnr_of(at) for warmup, at in fixed.items()}
+        curves = {
+            devices: {warmup: level for warmup, at in fixed.items() if (level := self.row(at).psnr.value) is not None}
             for devices in self.plan.devices
             if (fixed := self.stale_fixed(sampler, strategy, devices))
         }
-        if not images:
+        if not curves:
             return None
-        chosen = dict.fromkeys(image for curve in images.values() for of in curve.values() for image in of)
-        levels = {
-            devices: {warmup: np.array([of.get(image, nan) for image in chosen]) for warmup, of in curve.items()}
-            for devices, curve in images.items()
-        }
         if target is None:
-            target = float(floor(min(max(curve.values()) for curve in _curves(levels).values())))
-        needed = {devices: first_reaching(curve, target) for devices, curve in _curves(levels).items()}
+            target = float(floor(min(max(curve.values()) for curve in curves.values())))
+        needed = {devices: first_reaching(curve, target) for devices, curve in curves.items()}
         points = {devices: warmup for devices, warmup in needed.items() if warmup is not None}
+        fit, root = None, (None, None)
+        if sum(warmup > 0 for warmup in points.values()) >= FITTED:
+            fit, root = fit_power(points), fit_root(points)
         return {
             "target_psnr": target,
             "needed": {str(devices): warmup for devices, warmup in needed.items()},
-            **_power_law(points, levels, len(chosen), target),
+            "fit": None if fit is None else {"a": fit[0], "b": fit[1], "residual": fit[2]},
+            "sqrt": None if fit is None else {"base": root[0], "residual": root[1]},
             "points": len(points),
             "points_above_zero": sum(warmup > 0 for warmup in points.values()),
         }
-
-    def root_pairs(self, sampler: str, strategy: str) -> list[dict[str, Any]]:
-        """The pairs that w = base · √N predicts to be equal: four times the devices with twice the warm-up.
-
-        Every pair of measured fixed warm-ups that differ so, and the second one's PSNR less the first one's.
-        """
-        pairs = []
-        for devices in self.plan.devices:
-            few, many = (self.fixed(sampler, strategy, n) for n in (devices, 4 * devices))
-            for warmup, at in few.items():
-                other = many.get(2 * warmup)
-                if warmup and other is not None and 2 * warmup < self.row(at).evaluations:
-                    pairs.append({"devices": devices, "warmup": warmup, "difference": asdict(self.paired(other, at))})
-        return pairs
-
-    def single_steps(self) -> list[dict[str, Any]]:
-        """For every sampler, what making one step synchronous gains and making one step stale costs, in dB."""
-        if self.plan.which is None:
-            return []
-        strategy, devices = self.plan.which
-        every = range(self.plan.setup.steps)
-
-        def single(sampler: str) -> dict[str, Any]:
-            def at(some: Iterable[int]) -> Combination:
-                return sampler, strategy, devices, steps_text(some)
-
-            gains = [self.paired(at({0, step}), at({0})) for step in every[1:]]
-            # All but one step: the loss is counted from equal images, so the PSNR itself is what counts.
-            costs = [mean(self.psnr_of(at({*every} - {step})).values()) for step in every[1:]]
-            return {
-                "sampler": sampler,
-                "strategy": strategy,
-                "devices": devices,
-                "steps": [step + 1 for step in every[1:]],
-                "gain": [asdict(gain) for gain in gains],
-                "psnr_with_one_stale": [asdict(cost) for cost in costs],
-            }
-
-        return [single(sampler) for sampler in self.plan.samplers]
 
     def warmup_gains(self, pair: Pair) -> list[dict[str, Any]]:
         """For every N the PSNR with the shortest and the longest fixed warm-up that has a stale step."""
@@ -380,7 +277,7 @@ class StudyResults:
 
     def compared(self, axis: int, ours: Any, theirs: Any, of: tuple[str, ...] = ()) -> Mean:
         """Mean difference over all pairs of combinations that begin with ``of`` and differ on one axis only."""
-        mine = [at for at in self.by if at[axis] == ours and at[: len(of)] == of and not has_given_steps(at[3])]
+        mine = [at for at in self.by if at[axis] == ours and at[: len(of)] == of]
         pairs: list[tuple[Any, Any]] = [(at, (*at[:axis], theirs, *at[axis + 1 :])) for at in mine]
         return mean_difference((self.psnr_of(at), self.psnr_of(other)) for at, other in pairs)
 
@@ -419,45 +316,6 @@ def logged_synchronous_steps(result: Mapping[str, Any]) -> int | None:
 def latency(result: Mapping[str, Any]) -> float | None:
     """Seconds of a cell's request: those of its slowest rank; None when it ran on no real ranks."""
     return max((rank["seconds"] for rank in result.get("ranks", ())), default=None)
-
-
-def _curves(levels: Levels, some: Any = slice(None)) -> dict[int, dict[int, float]]:
-    """Mean PSNR over some of the images, by devices and warm-up."""
-    drawn = {devices: {warmup: of[some] for warmup, of in curve.items()} for devices, curve in levels.items()}
-    return {
-        devices: {warmup: float(np.nanmean(of)) for warmup, of in curve.items() if not np.isnan(of).all()}
-        for devices, curve in drawn.items()
-    }
-
-
-def _power_law(points: Mapping[int, float], levels: Levels, images: int, target: float) -> dict[str, Any]:
-    """Both fits through the warm-ups needed, by devices; see `StudyResults.rule`."""
-    fit = fit_power(points) if sum(warmup > 0 for warmup in points.values()) >= FITTED else None
-    if fit is None:
-        return {"fit": None, "sqrt": None}
-    base, spread = fit_root(points)
-    interval = None
-    if len(points) > 2 and images >= FEWEST:
-        powers = _resampled_powers(levels, images, target)
-        if len(powers) >= RESAMPLES // 2:
-            interval = [powers[round(share * (len(powers) - 1))] for share in (0.025, 0.975)]
-    return {
-        "fit": {"a": fit[0], "b": fit[1], "residual": fit[2], "b_interval": interval},
-        "sqrt": {"base": base, "residual": spread},
-    }
-
-
-def _resampled_powers(levels: Levels, images: int, target: float) -> list[float]:
-    """Exponents of w = a · N^b on images drawn with replacement, sorted; only where every N reaches the target."""
-    random, powers = Random(0), []
-    for _ in range(RESAMPLES):
-        curves = _curves(levels, random.choices(range(images), k=images))
-        points = {devices: first_reaching(curve, target) for devices, curve in curves.items()}
-        reached = {devices: warmup for devices, warmup in points.items() if warmup is not None}
-        fit = fit_power(reached) if len(reached) == len(levels) else None
-        if fit is not None:
-            powers.append(fit[1])
-    return sorted(powers)
 
 
 def interpolate(known: Mapping[int, float], at: float) -> float | None:
@@ -508,18 +366,7 @@ def fit_root(points: Mapping[int, float]) -> tuple[float | None, float | None]:
 
 
 def findings(results: StudyResults, rules: Mapping[Pair, Mapping[str, Any] | None]) -> list[str]:
-    """Sentences made from the figures. A difference under two standard errors is called none."""
-    images = max((row.images for row in results.rows()), default=0)
-    return _sentences("findings.txt", results, rules=rules, images=images) + policy_findings(results)
-
-
-def policy_findings(results: StudyResults) -> list[str]:
-    """The `findings` that compare policies with as many synchronous steps."""
-    return _sentences("policies.txt", results)
-
-
-def _sentences(template: str, results: StudyResults, **facts: Any) -> list[str]:
-    """The paragraphs of a template beside this file, each on one line."""
+    """Sentences made from the figures by `findings.txt`. A difference under two standard errors is called none."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     # Text for terminals: the page escapes it.
@@ -531,16 +378,11 @@ def _sentences(template: str, results: StudyResults, **facts: Any) -> list[str]:
         "count": count,
         "mean": lambda data: Mean(**data),
         "neighbours": lambda names: list(pairwise(names)),
-        "extreme": _extreme,
     }
-    text = templates.get_template(template).render(results=results, plan=results.plan, fitted=FITTED, **facts)
+    images = max((row.images for row in results.rows()), default=0)
+    facts = {"results": results, "plan": results.plan, "rules": rules, "images": images, "fitted": FITTED}
+    text = templates.get_template("findings.txt").render(**facts)
     return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
-
-
-def _extreme(means: Sequence[Mapping[str, Any]], steps: Sequence[int], largest: bool) -> tuple[int, Mean] | None:
-    """The step with the largest or smallest mean, and that mean; None: nothing was measured."""
-    measured = [(step, Mean(**data)) for step, data in zip(steps, means, strict=True) if data["value"] is not None]
-    return (max if largest else min)(measured, key=lambda pair: pair[1].value or 0.0, default=None)
 
 
 def _range(values: Sequence[float], digits: int) -> str:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import product
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -19,27 +18,25 @@ from ...quality.perceptual import HINT, METRIC, available
 from ...quality.pictures import as_picture, eight_bits
 from ...report.formatting import number_text
 from ...report.report import StyledText
-from ..pages.charts import Chart, bar_chart, coloured, heat_map, line_chart, scale_maximum, scatter_chart
-from ..pages.curves import Point, Series, grid
-from ..pages.page import Download, GridImage, Page, as_csv
-from .analysis import (
-    CAP,
-    Combination,
-    Mean,
-    StudyResults,
-    findings,
-    latency,
-    logged_synchronous_steps,
-    policy_findings,
+from ..pages.charts import (
+    Chart,
+    Point,
+    Series,
+    coloured,
+    grid,
+    heat_map,
+    line_chart,
+    scale_maximum,
+    scatter_chart,
 )
-from .maps import layer_charts, load_charts, place_maps
+from ..pages.page import GridImage, Page
+from .analysis import CAP, Combination, Mean, StudyResults, capped, findings
+from .maps import place_maps
 from .plan import SYNCHRONOUS, Pair
 from .samplers import scheduler_class
 
 # Images of a grid, and lines of a chart, that still can be told apart.
 ROWS, LINES = 8, 6
-# Images that have a distribution.
-DISTRIBUTED = 8
 # Pixels of an image's side, on the page; larger ones are shrunk.
 SIDE = 512
 
@@ -49,7 +46,7 @@ Rules = Mapping[Pair, Mapping[str, Any] | None]
 def write(
     results: StudyResults, folder: Path, target: float | None = None, facts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write ``report.html``, ``results.json`` and ``results.csv`` to the study's folder; returns the JSON's data.
+    """Write ``report.html`` and ``results.json`` to the study's folder; returns the JSON's data.
 
     The target, in dB, is that of `StudyResults.rule`; the facts say where the figures are from, by name.
     """
@@ -67,39 +64,12 @@ def write(
         "findings": sentences,
         "table": [asdict(row) for row in results.rows()],
         "rules": [{**pair._asdict(), **rule} for pair, rule in rules.items() if rule is not None],
-        "root_pairs": [{**pair._asdict(), **roots} for pair in plan.pairs for roots in results.root_pairs(*pair)],
         "against_fixed": results.against_fixed(),
-        "against_others": results.against_others(),
-        "single_steps": results.single_steps(),
         "cells": results.cells,
     }
-    files = (
-        Download("results.csv", csv_of(results)),
-        Download("results.json", json.dumps(data, indent=1, allow_nan=False) + "\n"),
-    )
-    for file in files:
-        (folder / file.name).write_text(file.text, encoding="utf-8")
-    page_of(results, folder / "cells", sentences, rules, facts or {}, files).write(folder / "report.html")
+    (folder / "results.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    page_of(results, folder / "cells", sentences, rules, facts or {}).write(folder / "report.html")
     return data
-
-
-def csv_of(results: StudyResults) -> str:
-    """One line for every image, with the time of its request on real ranks and the bytes sent in it by axis."""
-    measures = ("prompt", "seed", "equal", "psnr", "ssim", "perceptual", "right", "file")
-    axes = sorted({axis for result in results.cells for axis in result.get("sent") or ()})
-    rows = []
-    for result in results.cells:
-        cell, sent = result["cell"], result.get("sent")
-        synchronous = cell["strategy"] == SYNCHRONOUS
-        request = {name: cell[name] for name in ("sampler", "strategy", "devices", "warmup", "real")} | {
-            "evaluations": result["evaluations"],
-            "synchronous_steps": result["evaluations"] if synchronous else logged_synchronous_steps(result),
-            "seconds": latency(result),
-            "one_device_seconds": result.get("one_device_seconds"),
-        }
-        request |= {f"bytes_{axis}": None if sent is None else sent.get(axis, 0) for axis in axes}
-        rows += [request | {name: image[name] for name in measures} for image in result["images"]]
-    return as_csv(rows)
 
 
 def page_of(
@@ -108,7 +78,6 @@ def page_of(
     sentences: Sequence[str],
     rules: Rules,
     facts: Mapping[str, Any],
-    files: Sequence[Download],
 ) -> Page:
     """The page.
 
@@ -116,7 +85,6 @@ def page_of(
         images: folder of its PNGs.
         rules: `StudyResults.rule` by sampler and strategy.
         facts: where the figures are from, by name.
-        files: for download from the page.
     """
     plan = results.plan
     setup = plan.setup
@@ -125,10 +93,8 @@ def page_of(
         f"{without_folder(setup.name)}, {setup.steps} steps, {setup.dtype} on {setup.device}; devices "
         f"{', '.join(map(str, plan.devices))}; {', '.join(plan.strategies)}; sampler {', '.join(plan.samplers)}",
     )
-    report.downloads(files)
     report.section("What the figures say")
-    policies = policy_findings(results)
-    report.points([sentence for sentence in sentences if sentence not in policies])
+    report.points(sentences)
     report.section("Quality")
     for pair in plan.pairs:
         _table(report, results, pair)
@@ -136,10 +102,6 @@ def page_of(
         report.text(HINT, note=True)
     report.section("Quality against time and bytes")
     _costs(report, results)
-    if policies:
-        report.section("Policies with as many synchronous steps")
-        report.points(policies, "In words")
-        _others(report, results)
     for title, note, show in (
         ("Warm-up", "", lambda pair: _warmup_charts(report, results, pair, rules.get(pair))),
         ("Images", "", lambda pair: _images(report, results, pair, images)),
@@ -152,39 +114,22 @@ def page_of(
             report.text(note)
         for pair in plan.pairs:
             show(pair)
-    _single_steps(report, results)
     _real_ranks(report, results)
     report.section("Circumstances")
-    report.facts({**circumstances(results), **facts}, "What was run, by what, and where")
-    report.text("Cells that were in the folder already may have been run by another version, or elsewhere.", note=True)
-    return report
-
-
-def circumstances(results: StudyResults) -> dict[str, Any]:
-    """The circumstances of the runs, for people."""
-    plan, setup = results.plan, results.plan.setup
-    asked = list(dict.fromkeys((prompt, seed) for _, prompt, seed in results.synchronous))
-    seeds = sorted({seed for _, seed in asked})
-    return {
-        "model": without_folder(setup.name),
-        "digest of the weights": setup.weights,
-        "steps": setup.steps,
-        "guidance scale": setup.guidance,
-        "image size": f"{setup.size[0]} × {setup.size[1]} pixels" if setup.size else None,
-        **({"frames": setup.frames} if setup.frames is not None else {}),
-        "longest prompt": f"{setup.max_sequence_length} tokens" if setup.max_sequence_length else None,
-        "precision": setup.dtype,
-        "device": setup.device,
+    kinds = {name: scheduler_class(name, Path(setup.model)) for name in plan.samplers}
+    run = {name: value for name, value in asdict(setup).items() if name != "model" and value is not None} | {
+        "name": without_folder(setup.name),
         "devices (N)": plan.devices,
         "warm-up policies": plan.warmups,
-        "samplers": [
-            f"{name} ({kind})" if (kind := scheduler_class(name, Path(setup.model))) else name for name in plan.samplers
-        ],
+        "samplers": [f"{name} ({kind})" if kind else name for name, kind in kinds.items()],
         "strategies": plan.strategies,
-        "prompts": [f"“{prompt}”" for prompt in dict.fromkeys(prompt for prompt, _ in asked)],
-        "seeds": f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 2 else seeds,
-        "images": len(asked),
+        "prompts": [f"“{prompt}”" for prompt in dict.fromkeys(prompt for _, prompt, _ in results.synchronous)],
+        "seeds": sorted({seed for _, _, seed in results.synchronous}),
+        "images": len({(prompt, seed) for _, prompt, seed in results.synchronous}),
     }
+    report.facts({**run, **facts}, "What was run, by what, and where")
+    report.text("Cells that were in the folder already may have been run by another version, or elsewhere.", note=True)
+    return report
 
 
 PREDICTION = (
@@ -243,9 +188,7 @@ def _costs(report: Page, results: StudyResults) -> None:
             ),
         ):
             points = [
-                Point(
-                    f"N = {row.devices}, {row.warmup}", f"N={row.devices} {row.warmup}", row.strategy, x, row.psnr.value
-                )
+                Point(f"N = {row.devices}, {row.warmup}", row.strategy, x, row.psnr.value)
                 for row in rows
                 if (x := getattr(row, cost)) is not None and row.psnr.value is not None
             ]
@@ -264,34 +207,6 @@ def _costs(report: Page, results: StudyResults) -> None:
     unknown = sorted({row.strategy for row in results.rows() if row.sent is None})
     if unknown:
         report.text(f"Not known without --real: bytes that {' and '.join(unknown)} would send.", note=True)
-
-
-def _others(report: Page, results: StudyResults) -> None:
-    rows = []
-    for policy in results.against_others():
-        for other in policy["others"]:
-            apart = Mean(**other["difference"])
-            kind = ("good" if (apart.value or 0) > 0 else "bad") if apart.is_clear else ""
-            same = other["same_steps"]
-            rows.append(
-                (
-                    f"{policy['sampler']}, {policy['strategy']}, N = {policy['devices']}",
-                    f"{policy['synchronous']:g} of {policy['evaluations']}",
-                    StyledText(policy["warmup"], "name"),
-                    f"{Mean(**policy['psnr']):.2f}",
-                    StyledText(other["warmup"], "name"),
-                    f"{Mean(**other['psnr']):.2f}",
-                    StyledText("the same steps" if same else f"{apart:+.2f}", kind),
-                    "" if same else f"{other['closer']} of {apart.count}",
-                )
-            )
-    if rows:
-        report.table(
-            ("of", "synchronous", "adaptive", "PSNR dB", "other policy", "PSNR dB", "difference dB", "closer"),
-            rows,
-            "Adaptive policies beside others with as many synchronous steps, on the same images; coloured: over two "
-            "standard errors of the difference. Closer: images on which the adaptive one has the higher PSNR.",
-        )
 
 
 def _warmup_charts(report: Page, results: StudyResults, pair: Pair, rule: Mapping[str, Any] | None) -> None:
@@ -329,38 +244,24 @@ def _line(name: str, xs: Iterable[float], means: Sequence[Mean]) -> Series:
 
 
 def _images(report: Page, results: StudyResults, pair: Pair, folder: Path) -> None:
-    """One image with every policy and N, and under each how it differs from the synchronous one: first and worst."""
+    """The image with the lowest PSNR, with every policy and N, each above its difference from the synchronous one."""
     hidden = results.plan.warmups[ROWS:]
     more = f" Not shown: {', '.join(hidden)}." if hidden else ""
-    first, worst = _first_and_worst(results, pair)
-    for which, asked in (("first", first), ("worst", worst)):
-        if asked is None or (which == "worst" and asked == first):
-            continue
-        rows = _rows_of(results, pair, folder, asked)
-        what = "the first image" if which == "first" else "the image with the lowest PSNR of all"
-        report.images(
-            rows,
-            f"{pair}: {what}, at the top left the synchronous one; under each the largest absolute "
-            "difference of a pixel's 8-bit values, of values from 0 to 1. One scale serves a row: its bright end is "
-            "the 99th percentile of the row's differences. Dashes: where the ranks' shares of the image meet, if they "
-            f"are even.{more}",
-        )
-    _distribution(report, results, pair)
-    _frames(report, results, pair)
-
-
-def _first_and_worst(results: StudyResults, pair: Pair) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
-    """Prompt and seed of the first image, and of the one with the lowest PSNR of any policy and N."""
-    some = [
-        (image["prompt"], image["seed"], image["psnr"])
-        for at in results.asked()
+    psnr = {
+        (image["prompt"], image["seed"], at): capped(image["psnr"])
+        for at in results.by
         if at[:2] == pair
         for image in results.images(at)
-    ]
-    if not some:
-        return None, None
-    worst = min(some, key=lambda one: CAP + 1 if one[2] is None else one[2])
-    return some[0][:2], worst[:2]
+    }
+    if not psnr:
+        return
+    report.images(
+        _rows_of(results, pair, folder, min(psnr, key=lambda image: psnr[image])[:2]),
+        f"{pair}: the image with the lowest PSNR of all, at the top left the synchronous one; under each the largest "
+        "absolute difference of a pixel's 8-bit values, of values from 0 to 1. One scale serves a row: its bright end "
+        "is the 99th percentile of the row's differences. Dashes: where the ranks' shares of the image meet, if they "
+        f"are even.{more}",
+    )
 
 
 def _rows_of(results: StudyResults, pair: Pair, folder: Path, asked: tuple[str, int]) -> list[list[GridImage]]:
@@ -396,43 +297,6 @@ def _rows_of(results: StudyResults, pair: Pair, folder: Path, asked: tuple[str, 
     return rows
 
 
-def _distribution(report: Page, results: StudyResults, pair: Pair) -> None:
-    """Share of the images up to every PSNR, a line for each policy, at the most devices."""
-    charted = _charted(results, pair)
-    if not charted:
-        return
-    devices = max(charted)
-    lines = []
-    for at in charted[devices]:
-        values = sorted(results.psnr_of(at).values())
-        if len(values) >= DISTRIBUTED:
-            shares = tuple(100 * (place + 1) / len(values) for place in range(len(values)))
-            lines.append(Series(at[3], tuple(values), shares))
-    if lines:
-        of = f"{pair}, {devices} devices"
-        chart = line_chart(lines, f"Images up to every PSNR, {of}", "PSNR, dB", "share of the images, %")
-        report.chart(chart, f"{of}: share of the images with at most so much PSNR; farther right is better.")
-
-
-def _frames(report: Page, results: StudyResults, pair: Pair) -> None:
-    values: dict[tuple[str, str], float] = {}
-    count = 0
-    for devices, warmup in product(results.plan.devices, results.plan.warmups):
-        levels = [
-            one["frames"] for one in results.images((pair.sampler, pair.strategy, devices, warmup)) if "frames" in one
-        ]
-        for frame, several in enumerate(zip(*levels, strict=True)):
-            count = max(count, frame + 1)
-            # The mean of the errors, as a root: of equal frames there is none.
-            errors = [0.0 if level is None else 10 ** (-level / 10) for level in several]
-            values[f"N = {devices}, {warmup}", str(frame + 1)] = float(np.mean(errors)) ** 0.5
-    if values:
-        found = grid(values, columns=[str(frame + 1) for frame in range(count)])
-        title = f"Root mean square difference of every frame, {pair}"
-        said = "of values from 0 to 1, from the synchronous video, by frame"
-        report.chart(heat_map(found, title, "frame", "policy", log=True), f"{pair}: difference, {said}.")
-
-
 def _read(file: Path) -> Image.Image:
     with Image.open(file) as image:
         return image.convert("RGB")
@@ -460,7 +324,7 @@ def _charted(results: StudyResults, pair: Pair) -> dict[int, list[Combination]]:
     Where every step is synchronous there is no error. If there are too many, the last one asked for still is shown.
     """
     by: dict[int, list[Combination]] = {}
-    for at in results.asked():
+    for at in results.by:
         row = results.row(at)
         if row.synchronous.value != row.evaluations and at[:2] == pair:
             by.setdefault(at[2], []).append(at)
@@ -511,8 +375,7 @@ def _attention_charts(first: Mapping[str, Any], of: str) -> list[tuple[Chart, st
     shades = grid(values, _ordered(errors), [str(step + 1) for step in range(first["evaluations"])])
     chart = heat_map(shades, f"Error of attention, {of}", "step", "block")
     said = f"{of}: relative L2 error of attention's output against exact attention, same inputs."
-    margins = layer_charts({block: errors[block] for block in _ordered(errors)}, first["evaluations"], of)
-    return [(chart, said), *margins]
+    return [(chart, said)]
 
 
 def _places(report: Page, results: StudyResults, pair: Pair) -> None:
@@ -532,30 +395,6 @@ def _places(report: Page, results: StudyResults, pair: Pair) -> None:
 
 def _ordered(blocks: Iterable[str]) -> list[str]:
     return sorted(blocks, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
-
-
-def _single_steps(report: Page, results: StudyResults) -> None:
-    singles = results.single_steps()
-    if singles:
-        report.section("Which steps matter")
-    for single in singles:
-        of = f"{single['strategy']}, {single['sampler']}, {single['devices']} devices"
-        charts = []
-        for field, name, title, unit, caption in (
-            (
-                "gain",
-                "gain",
-                "Gain of one step",
-                "gain, dB",
-                "gain in PSNR when this step is synchronous beside the first one",
-            ),
-            ("psnr_with_one_stale", "PSNR", "One stale step", "PSNR, dB", "PSNR when this step alone is stale"),
-        ):
-            means = [Mean(**mean) for mean in single[field]]
-            bars = _line(name, range(len(means)), means)
-            chart = bar_chart([*map(str, single["steps"])], bars, f"{title}, {of}", unit, x_label="step")
-            charts.append((chart, f"{of}: {caption}."))
-        report.charts(charts)
 
 
 def _real_ranks(report: Page, results: StudyResults) -> None:
@@ -582,7 +421,3 @@ def _real_ranks(report: Page, results: StudyResults) -> None:
         rows,
         "One request on real ranks, the second of two. Time inside collectives is sending and waiting.",
     )
-    most = max(results.real, key=lambda result: result["cell"]["devices"])
-    cell = most["cell"]
-    of = f"{cell['strategy']}, {cell['sampler']}, {cell['devices']} devices, {cell['warmup']}"
-    report.charts(load_charts(most["ranks"], of))

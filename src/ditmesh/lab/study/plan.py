@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import isfinite
@@ -117,16 +117,6 @@ class Cell:
         return ParallelConfig(ring=self.devices, warmup=self.warmup, **settings)
 
 
-def has_given_steps(warmup: str) -> bool:
-    """True if the policy is one of given steps, ``steps(0 1 5)``."""
-    return warmup.strip().startswith("steps(")
-
-
-def steps_text(steps: Iterable[int]) -> str:
-    """The policy of given steps."""
-    return f"steps({' '.join(map(str, sorted(steps)))})"
-
-
 class Pair(NamedTuple):
     """A sampler and a strategy."""
 
@@ -144,7 +134,6 @@ class StudyPlan:
     Attributes:
         cells: in the order they are run; synchronous ones come before what is compared with them.
         devices, warmups, samplers, strategies: as asked for, in order.
-        which: strategy and devices of the cells that make single steps synchronous or stale; None: there are none.
     """
 
     setup: Setup
@@ -153,7 +142,6 @@ class StudyPlan:
     warmups: tuple[str, ...]
     samplers: tuple[str, ...]
     strategies: tuple[str, ...]
-    which: tuple[str, int] | None = None
 
     @property
     def pairs(self) -> list[Pair]:
@@ -225,7 +213,6 @@ def make_plan(
     images: int = 1,
     seed: int = 0,
     batch: int = 8,
-    which: bool = False,
     detail: bool = True,
     real: bool = False,
 ) -> StudyPlan:
@@ -239,7 +226,6 @@ def make_plan(
             ``seed + i · len(prompts) + p``.
         seed: of the first image, from 0 up.
         batch: images of one request at most, 1 or more.
-        which: also make every single step synchronous, and every single step stale.
         detail: measure details in the first request of every combination.
         real: also run the first request of every combination on real ranks.
 
@@ -262,15 +248,11 @@ def make_plan(
             cells.append(replace(cell, detail=detail and first))
             if real and first:
                 cells.append(replace(cell, real=True))
-        if which:
-            single = replace(base, strategy=strategies[0], devices=devices[0])
-            cells += [replace(single, warmup=warmup) for warmup in _single_steps(setup.steps)]
     for cell in cells:
         # Errors of the engine are raised here, before anything runs.
         cell.config()
-    singles = (strategies[0], devices[0]) if which else None
     asked: Any = map(tuple, (devices, warmups, samplers, strategies))
-    return StudyPlan(setup, tuple(dict.fromkeys(cells)), *asked, which=singles)
+    return StudyPlan(setup, tuple(dict.fromkeys(cells)), *asked)
 
 
 def _check_setup(setup: Setup, model: ModelInfo, samplers: Sequence[str], devices: int) -> None:
@@ -285,12 +267,6 @@ def _check_setup(setup: Setup, model: ModelInfo, samplers: Sequence[str], device
     tokens = model.image_tokens(*size, setup.frames or 1) if size is not None else None
     if tokens is not None and devices > tokens:
         raise ConfigError(f"{devices} devices cannot share the {tokens} image tokens of an image; use at most {tokens}")
-
-
-def _single_steps(steps: int) -> list[str]:
-    """Policies: only step 0, or all steps, synchronous; and each other step added, or taken away."""
-    chosen = [{0}, *({0, step} for step in range(1, steps))]
-    return [steps_text(some) for some in chosen + [set(range(steps)) - {step} for step in range(1, steps)]]
 
 
 def weights_digest(folder: Path) -> str:

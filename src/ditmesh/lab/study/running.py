@@ -133,13 +133,9 @@ class Runner:
         for number, (image, exact) in enumerate(zip(images, reference, strict=True)):
             name = f"{key}-{number}.png"
             Image.fromarray(eight_bits(_as_one(image))).save(self.folder / name)
-            if image.ndim == 4:
-                frames = [compare(ours, theirs, perceptual=True) for ours, theirs in zip(image, exact, strict=True)]
-                apart = asdict(of_video(frames))
-            else:
-                frames, apart = [], asdict(compare(image, exact, perceptual=True))
+            frames = list(zip(image, exact, strict=True)) if image.ndim == 4 else [(image, exact)]
+            apart = asdict(of_video([compare(ours, theirs, perceptual=True) for ours, theirs in frames]))
             measures = {measure: apart[measure] for measure in ("equal", "psnr", "ssim", "perceptual")}
-            measures |= {"frames": [one.psnr for one in frames]} if frames else {}
             asked = {"file": name, "prompt": cell.prompts[number], "seed": cell.seeds[number]}
             compared.append({**asked, **measures, "right": right[number]})
         return compared
