@@ -72,6 +72,15 @@ def test_what_cannot_be_replayed_is_told(case):
     assert run.tape.obstacle
 
 
+def test_attention_of_the_text_has_values_and_what_is_drawn_has_none():
+    q = torch.randn(1, 2, 5, 8)
+    with torch.no_grad(), PartialRun() as run:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        assert not run.is_unknown(attention(q, q, q))
+        assert not run.is_unknown(attention(q, q, q, attn_mask=torch.ones(5, 5, dtype=torch.bool)))
+        assert run.is_unknown(torch.nn.functional.dropout(q, 0.5))
+
+
 def test_what_is_written_into_has_no_values_any_more():
     table, image = torch.zeros(4), unknown_like(torch.randn(2))
     with torch.no_grad(), PartialRun() as run:

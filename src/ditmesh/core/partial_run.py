@@ -175,6 +175,15 @@ def written_by(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> li
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
+def _draws(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """True if an operator's result is drawn at random: it is another one in each step."""
+    names = [argument.name for argument in function._schema.arguments]
+    if "dropout_p" in names:
+        # Fused attention draws for its dropout alone.
+        return bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0))
+    return torch.Tag.nondeterministic_seeded in function.tags
+
+
 class PartialRun(TorchDispatchMode):
     """Inside, operators on `Unknown` tensors run on shapes alone, and all others as ever.
 
@@ -224,9 +233,7 @@ class PartialRun(TorchDispatchMode):
             raise LayoutError(f"{func} is no operator that runs on shapes alone")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.listener(given)
-        # What is drawn at random is drawn anew in each step.
-        drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if not drawn and not any(map(self.is_unknown, given)):
+        if not _draws(func, args, kwargs) and not any(map(self.is_unknown, given)):
             result = func(*args, **kwargs)
             self.tape.note(func, args, kwargs, result)
             return result

@@ -10,17 +10,17 @@ the end of the request. A call whose arguments are others than foreseen is compu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..config import ParallelConfig
-from ..core.arguments import Arguments, covers
+from ..core.arguments import Arguments, covers, parameter_names
 from ..core.clock import timestep_of
 from ..core.partial_run import PartialRun, unknown_like
 from ..core.patching import Patch, Proceed, refuse_reading
@@ -475,6 +475,52 @@ class _Watch:
             else parameter.nbytes
             for parameter in parameters
         )
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What is computed ahead of a call.
+
+    Attributes:
+        modules: paths.
+        weights: their bytes.
+        values: bytes of what they return, for all steps.
+    """
+
+    modules: tuple[str, ...]
+    weights: float
+    values: float
+
+
+def found_ahead(model: nn.Module, inputs: Mapping[str, Any], times: Sequence[Tensor], steps: int) -> Ahead:
+    """The modules whose values could be computed ahead of a call, by a run without the values of the image.
+
+    Args:
+        model: whole, maybe itself without values.
+        inputs: of a call, by name; the first argument of the model is the image.
+        times: those of the inputs that are other ones in every step.
+        steps: how many.
+
+    Raises:
+        LayoutError: a value of the image is needed to tell what runs.
+    """
+    image = parameter_names(type(model).forward)[0]
+    given = {name: _without_values(value) if name == image else value for name, value in inputs.items()}
+    run = PartialRun(times)
+    with torch.no_grad(), without_hooks(model), _Watch(model, run, None) as watch, run:
+        model(**given)
+    row = watch.outputs(steps)
+    values = sum(
+        leaf.nbytes * (steps if run.tape.follows(leaf) else 1)
+        for leaf in tree_leaves(row)
+        if isinstance(leaf, Tensor)
+    )
+    weights = {id(each): each.nbytes for path in row for each in model.get_submodule(path).parameters()}
+    return Ahead(tuple(row), float(sum(weights.values())), float(values))
+
+
+def _without_values(tree: Any) -> Any:
+    return tree_map(lambda leaf: unknown_like(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 class Precomputed(Strategy):

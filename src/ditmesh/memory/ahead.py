@@ -1,0 +1,47 @@
+"""Weights that are away while a rank denoises with ``precompute``, and the values that take their place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..core.clock import TIMESTEPS
+from ..errors import LayoutError
+from ..layout.conventions import Size
+from ..strategies.precomputed import found_ahead
+from .cache import Needs, kept
+from .sizes import Workload
+from .walk import WithoutValues, by_any_call, manual_collection, model_on_meta
+
+
+@kept
+def computed_ahead(
+    transformer: str, settings: Mapping[str, Any], tensor: int, workload: Workload, steps: int, dtype: torch.dtype
+) -> Needs:
+    """The weights of modules whose values are computed ahead, and as `kept` these values, of one rank.
+
+    Args:
+        transformer, settings: class and configuration.
+        tensor: ranks that share its weights.
+        workload: of a rank.
+        steps: for which values are kept.
+
+    Raises:
+        LayoutError: the transformer cannot run without values.
+    """
+    model = model_on_meta(transformer, json.dumps(settings, default=str))
+    batch, calls = workload.calls(workload.pictures, workload.branches)
+    size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
+
+    def of_call(make: Any) -> Needs:
+        inputs = make.inputs(size)
+        times = [inputs[name] for name in inputs.keys() & TIMESTEPS if isinstance(inputs[name], torch.Tensor)]
+        with WithoutValues():
+            found = found_ahead(model, inputs, times, steps)
+        return Needs(found.weights / tensor, 0.0, calls * found.values)
+
+    with manual_collection():
+        return by_any_call(model, dtype, of_call)
