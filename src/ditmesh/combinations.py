@@ -111,9 +111,12 @@ def _check_stale(config: ParallelConfig) -> None:
             f"exchange={config.exchange!r} and pipe={config.pipe} are two stale strategies; use exchange='exact' "
             "inside the stages, or pipe=1"
         )
-    for name in ("compress", "predict"):
-        if (value := getattr(config, name)) is not None and config.exchange != "displaced":
-            raise ConfigError(f"{name}={value!r} is for exchange='displaced', not {config.exchange!r}; leave it out")
+    if config.compress is not None and config.exchange != "displaced":
+        raise ConfigError(
+            f"compress={config.compress!r} is for exchange='displaced', not {config.exchange!r}; leave it out"
+        )
+    if config.predict is not None and not (config.exchange == "displaced" or config.stages_or_patches):
+        raise ConfigError(f"predict={config.predict!r} is for exchange='displaced' and pipe; leave it out")
     if config.patches is not None and config.patches < config.pipe:
         raise ConfigError(
             f"patches={config.patches} leave some of pipe={config.pipe} stages idle; use patches >= {config.pipe}"

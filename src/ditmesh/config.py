@@ -139,9 +139,9 @@ class ParallelConfig(BaseModel):
             ``"adaptive(0.05)"`` or ``"steps(0 5)"``: see docs/staleness.md.
         compress: the compression of displaced keys and values; default: none. ``"int4"`` sends what is new since the
             last message in four bits a number: see docs/staleness.md.
-        predict: what stands for displaced keys and values of the step in progress. ``"linear"``, the default with
-            ``exchange="displaced"``: those of the previous step, moved on by half of their latest change; ``"none"``:
-            those of the previous step as they are: see docs/staleness.md.
+        predict: what stands for stale keys and values of the step in progress (``exchange="displaced"``, ``pipe``).
+            ``"linear"``, the default but in reproducible mode: those of the previous step, moved on by half of their
+            latest change; ``"none"``: those of the previous step as they are: see docs/staleness.md.
         stages: the number of blocks of every stage. ``"estimated"``: by the weights that image tokens pass through.
             Or numbers, ``(5, 7)``. The result stays the same.
         speeds: relative speeds of the sequence ranks, ``(2, 1)``: a faster rank gets more tokens; with ``pipe`` those
@@ -355,7 +355,8 @@ class ParallelConfig(BaseModel):
 
     def recorded(self) -> dict[str, Any]:
         """The settings as receipts have them: a default that later versions may change is written out."""
-        return self.model_dump() | ({"predict": self.predict or "linear"} if self.exchange == "displaced" else {})
+        stale = self.exchange == "displaced" or self.stages_or_patches
+        return self.model_dump() | ({"predict": "linear" if self.predicts_keys else "none"} if stale else {})
 
     @property
     def stale_exchange(self) -> bool:
@@ -364,8 +365,10 @@ class ParallelConfig(BaseModel):
 
     @property
     def predicts_keys(self) -> bool:
-        """True if displaced keys are moved on by half of their latest change."""
-        return self.exchange == "displaced" and self.predict != "none"
+        """True if stale keys are moved on by half of their latest change."""
+        # Reproducible images of stages keep the bits that they have always had.
+        asked = self.predict or ("none" if self.reproducible else "linear")
+        return (self.exchange == "displaced" or self.stages_or_patches) and asked == "linear"
 
     @property
     def cuts_weights(self) -> bool:

@@ -345,6 +345,7 @@ def test_a_hub_model_is_taken_from_the_cache(model: Path, monkeypatch: pytest.Mo
         ({"predict": None, "compress": "int8"}, {"predict": "none", "compress": "int8"}),
         ({"predict": "linear", "compress": "int4"}, {"predict": "linear", "compress": "int4"}),
         ({"predict": None, "compress": "residual2"}, None),
+        ({"exchange": "exact", "ring": 1, "pipe": 2, "predict": None}, {"exchange": "exact", "ring": 1, "pipe": 2, "predict": "none"}),
     ],
     ids=str,
 )
@@ -356,5 +357,5 @@ def test_receipts_of_versions_that_did_not_move_keys_on(recorded: dict[str, Any]
             receipt_config(receipt)
         return
     config = receipt_config(receipt)
-    assert config == ParallelConfig(**stale, **expected)
+    assert config == ParallelConfig(**{**stale, **expected})
     assert ParallelConfig(**stale).recorded()["predict"] == "linear"

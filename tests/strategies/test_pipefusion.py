@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import ditmesh
+from ditmesh import zoo
 from ditmesh.parts.lazy import LazyPatches
 from ditmesh.parts.part import whole_of
 from ditmesh.strategies.pipefusion import patches
@@ -117,6 +118,38 @@ def test_samples_with_text_of_different_lengths_before_the_picture():
         pytest.raises(ditmesh.InputError, match="different lengths"),
     ):
         model(**inputs("Lumina2", RAGGED))
+
+
+def test_keys_of_later_patches_are_moved_on_by_half_of_their_latest_change():
+    buffer, seen = patches.KVBuffer(), []
+    # Step 6 follows a gap, and step 8 an evaluation at the same noise.
+    for step, share in ((0, 0.0), (1, 0.0), (2, 0.5), (3, 0.5), (6, 0.5), (7, 0.5), (8, 0.0)):
+        buffer.begin_step(step, share)
+        if buffer.keys_values is not None:
+            seen.append((step, float(buffer.keys_values[0]), float(buffer.keys_values[1])))
+        buffer.begin_step(step, share)
+        buffer.keys_values = torch.tensor(float(step) ** 2), torch.tensor(-float(step) ** 2)
+    assert [step for step, *_ in seen] == [1, 2, 3, 6, 7, 8]
+    assert [key for _, key, _ in seen] == [0.0, 1.0 + 0.5, 4.0 + 1.5, 9.0, 36.0 + 13.5, 49.0]
+    assert all(value == -key for _, key, value in seen)
+
+
+def test_moved_on_keys_bring_an_image_closer_and_reproducible_images_stay_as_they_were():
+    pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-flux"))
+    pipe.set_progress_bar_config(disable=True)
+
+    def drawn(**config: Any) -> torch.Tensor:
+        settings = {"patches": 4, "warmup": "fixed(1)", **config} if config else {}
+        with torch.no_grad(), ditmesh.parallelized(pipe, settings):
+            kind = {"output_type": "latent", "generator": torch.Generator().manual_seed(0)}
+            return pipe("a red fox", num_inference_steps=8, max_sequence_length=16, **kind).images
+
+    truth, moved = drawn(), drawn(predict="linear")
+    assert relative_error(moved, truth) < 0.8 * relative_error(drawn(predict="none"), truth)
+    assert torch.equal(moved, drawn(patches=4))
+    fixed = drawn(reproducible=True)
+    assert torch.equal(fixed, drawn(reproducible=True, predict="none"))
+    assert not torch.equal(fixed, drawn(reproducible=True, predict="linear"))
 
 
 def without_keys(name: str) -> float:

@@ -109,6 +109,8 @@ def receipt_config(receipt: Receipt) -> ParallelConfig:
                 '"..."'
             )
         settings |= {"predict": "none", "compress": _COMPRESSIONS.get(str(compress), compress)}
+    elif settings.get("predict") is None and (settings.get("pipe", 1) > 1 or settings.get("patches")):
+        settings["predict"] = "none"
     return ParallelConfig.read(settings)
 
 

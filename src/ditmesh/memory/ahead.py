@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..core.clock import TIMESTEPS
-from ..errors import LayoutError
 from ..layout.conventions import Size
 from ..strategies.precomputed import found_ahead
 from .cache import Needs, kept

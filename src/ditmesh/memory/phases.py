@@ -270,6 +270,7 @@ def _stages(part: Component, config: ParallelConfig, workload: Workload, how: Wa
     for stage in range(config.pipe):
         here = [kind for kind, place in zip(order, stage_of(lengths), strict=True) if place == stage]
         absent = sum(one.blocks[kind] for kind in order) - sum(one.blocks[kind] for kind in here)
-        own = sum(keys[kind] for kind in here)
+        # Keys that are moved on are kept of two steps.
+        own = sum(keys[kind] for kind in here) * (1 + config.predicts_keys)
         found.append(Needs(one.weights - absent, one.activations + own, own))
     return found

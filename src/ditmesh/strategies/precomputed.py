@@ -511,9 +511,7 @@ def found_ahead(model: nn.Module, inputs: Mapping[str, Any], times: Sequence[Ten
         model(**given)
     row = watch.outputs(steps)
     values = sum(
-        leaf.nbytes * (steps if run.tape.follows(leaf) else 1)
-        for leaf in tree_leaves(row)
-        if isinstance(leaf, Tensor)
+        leaf.nbytes * (steps if run.tape.follows(leaf) else 1) for leaf in tree_leaves(row) if isinstance(leaf, Tensor)
     )
     weights = {id(each): each.nbytes for path in row for each in model.get_submodule(path).parameters()}
     return Ahead(tuple(row), float(sum(weights.values())), float(values))

@@ -20,7 +20,10 @@ from .samplers import check_sampler
 
 # The last ones compress messages, or predict.
 DISPLACED = ("displaced", *(f"displaced-{name}" for name in get_args(Compression)))
-STRATEGIES = ("displaced", "pipefusion", "naive", *DISPLACED[1:], *(f"{name}+linear" for name in DISPLACED))
+STRATEGIES = (
+    *("displaced", "pipefusion", "naive", *DISPLACED[1:]),
+    *(f"{name}+linear" for name in (*DISPLACED, "pipefusion")),
+)
 SYNCHRONOUS = "synchronous"
 
 # Maximum bytes of a weight file that is read for its digest.
@@ -107,9 +110,10 @@ class Cell:
         """
         if self.strategy == SYNCHRONOUS:
             return ParallelConfig()
-        if self.strategy == "pipefusion":
-            return ParallelConfig(patches=self.devices, pipe=self.devices if self.real else 1, warmup=self.warmup)
         strategy, _, predict = self.strategy.partition("+")
+        if strategy == "pipefusion":
+            pipe = self.devices if self.real else 1
+            return ParallelConfig(patches=self.devices, pipe=pipe, warmup=self.warmup, predict=predict or "none")
         exchange, _, compress = strategy.partition("-")
         settings: dict[str, Any] = {"exchange": exchange, "compress": compress or None}
         if exchange == "displaced":

@@ -79,7 +79,8 @@ class Runner:
                     images, predictions = run_cell(pipe, self.setup, cell)
                 log = engine.staleness
                 # Patches in one process send nothing, unlike patches on several ranks.
-                result["sent"] = None if cell.strategy == "pipefusion" else dict(engine.mesh.traffic.bytes_sent)
+                patches = cell.strategy.startswith("pipefusion")
+                result["sent"] = None if patches else dict(engine.mesh.traffic.bytes_sent)
             kept = self._kept(cell)
             if log is not None:
                 result["steps"] = [asdict(record) for record in log.steps]
@@ -220,7 +221,7 @@ def stale(pipe: Any, cell: Cell) -> Iterator[Any]:
     from ...engine import engine_of, parallelize, restore
     from ...engine.simulation import simulate
 
-    (parallelize if cell.strategy == "pipefusion" else simulate)(pipe, cell.config())
+    (parallelize if cell.strategy.startswith("pipefusion") else simulate)(pipe, cell.config())
     try:
         engine = engine_of(pipe)
         if engine.control is not None:

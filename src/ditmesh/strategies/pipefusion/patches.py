@@ -26,7 +26,7 @@ from ...core.patching import CallChain, Proceed
 from ...errors import ConfigError, LayoutError
 from ...layout import Region, Stream, TokenLayout
 from ...staleness.control import WarmupControl
-from ...staleness.drift import DriftMonitor
+from ...staleness.prediction import move_on, share_in
 from ..balance import Balance
 from ..base import ParallelModel
 from ..heads import check_heads, heads_of
@@ -43,11 +43,29 @@ from .stages import PipeStrategy
 class KVBuffer:
     """Keys and values (B, h, S, D) of one attention call over the whole sequence, in the order of one device.
 
-    h are the heads that this rank computes; ``masks`` are key masks put together from the patches', by stream.
+    h are the heads that this rank computes.
+
+    Attributes:
+        masks: key masks put together from the patches', by stream.
+        before: where keys are moved on, those of the step before the latest.
+        step: the latest that wrote to it.
     """
 
     keys_values: tuple[Tensor, Tensor] | None = None
     masks: dict[str, Tensor] = field(default_factory=dict)
+    before: tuple[Tensor, Tensor] | None = None
+    step: int = -1
+
+    def begin_step(self, step: int, share: float) -> None:
+        """Move what patches of the step before have left on, before the first patch of a step comes."""
+        if step == self.step:
+            return
+        if (latest := self.keys_values) is not None:
+            if self.before is None or self.before[0].shape != latest[0].shape:
+                self.before, share = (latest[0].clone(), latest[1].clone()), 0.0
+            else:
+                move_on(latest, self.before, share if self.step == step - 1 else 0.0)
+        self.step = step
 
 
 @dataclass
@@ -190,7 +208,7 @@ class PatchParallel(SequenceParallel):
     """Handler of one transformer's hooks under PipeFusion.
 
     Args:
-        monitor: is shown the keys and values of every patch.
+        control: its monitor is shown the keys and values of every patch.
         blocks: number in the monitor of every block, by path.
 
     Attributes:
@@ -200,9 +218,9 @@ class PatchParallel(SequenceParallel):
     keeps_keys = True
     travels = False
 
-    def __init__(self, config: ParallelConfig, mesh: Mesh, monitor: DriftMonitor, blocks: dict[str, int]) -> None:
+    def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh)
-        self._monitor, self._blocks = monitor, blocks
+        self._control, self._blocks, self._predicts = control, blocks, config.predicts_keys
         # The configuration's speeds are those of the stages.
         self.balance = Balance(None, mesh.sequence, mesh.device)
         self.patches = config.patches or config.pipe
@@ -310,10 +328,15 @@ class PatchParallel(SequenceParallel):
                 _keep_mask(kept, mask, keys)
             mask = masks.everywhere(mask, queries, keys, self.link, groups[self.mesh.ring.rank], self.steady)
 
+        share = None
+        if self._predicts:
+            share = share_in(buffers.step, self._control.goes_on(buffers.step))
+            kept.begin_step(buffers.step, share if link.patches > 1 else 0.0)
+
         def compute(q: list[Tensor], k: Tensor, v: Tensor, given: list[Tensor | None]) -> list[Tensor]:
             # Of another number of patches before: nothing to compare with.
             sample = id(buffers), call, link.patches, link.patch
-            self._monitor.observe(self._blocks[path], sample, buffers.step, (k, v), dim=2)
+            self._control.monitor.observe(self._blocks[path], sample, buffers.step, (k, v), dim=2, share=share)
             return [self.kernel(q[0], *_keep(kept, k, v, keys, link), given[0], attention.scale)]
 
         (out,) = self.mixer.attend_distributed(
@@ -399,8 +422,8 @@ class PatchTokens(PipeStrategy, TokenStrategy):
             check_tiles(layout)
 
     def handler(self, model: ParallelModel) -> Handler:
-        monitor = self.context.get(WarmupControl).monitor
-        handler = PatchParallel(self.context.config, self.context.mesh, monitor, numbered(model, monitor))
+        control = self.context.get(WarmupControl)
+        handler = PatchParallel(self.context.config, self.context.mesh, control, numbered(model, control.monitor))
         handler.steady = lambda: self.context.clock.call.steady
         return handler
 
