@@ -335,8 +335,8 @@ def compared(
     worst = {what: {k: max(one[what][k] for one in ranks) for k in ranks[0][what]} for what in ("process", "tensors")}
     start = max(one["start"] for one in ranks)
     result: dict[str, Any] = {"process": {}, "tensors": {}}
-    for what, kernels, before in (("process", True, float(start)), ("tensors", False, 0.0)):
-        stages = needs(components_of(info), parallel, request, torch.float32, before, kernels=kernels)
+    for what, before in (("process", float(start)), ("tensors", 0.0)):
+        stages = needs(components_of(info), parallel, request, torch.float32, before)
         for phase in stages[0].phases:
             name = "step" if phase.name == "denoise" else phase.name
             same = [each for stage in stages for each in stage.phases if each.name == phase.name]

@@ -43,7 +43,7 @@ STOCK = [NODES / "api_workflows" / f"model_{kind}.json" for kind in ("image", "v
 WORKFLOWS = sorted({*(NODES / "api_workflows").glob("*.json")} - {*STOCK})
 
 # What a receipt says of the run and not of the picture.
-APART: dict[str, Any] = {"seconds": 0.0, "peak_memory": None}
+APART: dict[str, Any] = {"seconds": 0.0}
 
 
 def workflow(name: str = "text_to_image", **inputs: Any) -> dict[str, Any]:

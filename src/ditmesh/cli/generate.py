@@ -13,7 +13,7 @@ import typer
 
 from ..config import ParallelConfig
 from ..errors import InputError, RankFailed
-from ..launch import guarded_folder, launcher, torchrun_rank
+from ..launch import launcher, torchrun_rank
 from ..report.formatting import count
 from ..report.report import Report
 from .options import (
@@ -31,7 +31,6 @@ from .options import (
     check_offload,
     common_option,
     memory_check,
-    output_option,
     picture_option,
     rank_option,
     with_groups,
@@ -43,7 +42,6 @@ from .values import fetched, parallel_config, picture_job, read_prompts, videos_
 if TYPE_CHECKING:
     from ..generate.job import Generated, PictureJob
     from ..generate.model_info import ModelInfo
-    from ..generate.receipt import Receipt
     from ..launch import Launcher, MessageSink
 
 
@@ -75,9 +73,6 @@ class RunOptions:
         rank_option("--server", metavar="URL", help="Generate on this `ditmesh serve`; DITMESH_API_KEY holds the key."),
     ] = None
     overwrite: Overwrite = False
-    compare: Annotated[
-        bool, output_option("--compare", help="Generate on one device too, and compare speed and images.")
-    ] = False
     as_json: JsonOrFull = False
     json_full: JsonFull = False
 
@@ -127,7 +122,7 @@ def generate(
 
     ditmesh generate "a red fox runs" --model ./my-wan --devices 4 --frames 81 --fps 16
 
-    ditmesh generate --prompts animals.txt --ulysses 2 --cfg 2 --steps 20 --out animals --compare
+    ditmesh generate --prompts animals.txt --ulysses 2 --cfg 2 --steps 20 --out animals
 
     torchrun --nproc-per-node 4 -m ditmesh generate "a red fox" --model ./my-flux
 
@@ -141,10 +136,11 @@ def generate(
         asked = read_prompts(prompts, pictures.prompts_file)
         job, info = picture_job(model, asked, pictures, ranks.timeout, out, **inputs.of_job(), **run.of_job())
         world_size, chosen = parallel_config(devices, run.config, settings, info.heads)
-        _check_launch(ranks, world_size, run.compare)
+        if torchrun_rank() is not None:
+            check_joined(ranks)
         job, kind = _checked(job.changed(config=chosen or "auto"), info, ranks, world_size)
         _tell_apart(prompts or [])
-        result = _on_ranks(job, ranks, world_size, kind, run.compare, began)
+        result = _on_ranks(job, ranks, world_size, kind, began)
     if result is not None:
         shown = short(result) if run.as_json and not run.json_full else result
         emit(shown, run.as_json or run.json_full, _say)
@@ -183,16 +179,6 @@ def _tell_apart(prompts: Sequence[str]) -> None:
         print(f"ditmesh: {len(prompts)} prompts: {listed} (quote a prompt of several words)", file=sys.stderr)
 
 
-def _check_launch(ranks: RankOptions, world_size: int, compare: bool) -> None:
-    joined = torchrun_rank() is not None
-    if compare and joined:
-        raise InputError("--compare starts ranks of its own; leave torchrun out and use --devices")
-    if compare and world_size == 1:
-        raise InputError("--compare with 1 device compares nothing; use --devices 2 or more")
-    if joined:
-        check_joined(ranks)
-
-
 def check_joined(ranks: RankOptions) -> None:
     """Reject a launcher if torchrun has started the ranks."""
     if ranks.launcher is not None:
@@ -204,12 +190,12 @@ def _on_ranks(
     ranks: RankOptions,
     world_size: int,
     kind: Literal["cpu", "cuda"],
-    compare: bool,
     began: float,
 ) -> dict[str, Any] | None:
-    """Generate, and again on one rank if ``compare``.
+    """Generate. What to say about it; None: another process says it.
 
-    What to say about it; None: another process says it. ``began``: when the command did, by `time.perf_counter`.
+    Args:
+        began: when the command did, by `time.perf_counter`.
     """
     # If torchrun has started the ranks, this process is one of them.
     name = "torchrun" if torchrun_rank() is not None else ranks.launcher
@@ -217,66 +203,27 @@ def _on_ranks(
         start_seconds = time.perf_counter() - began
         made, facts = generated(job, started)
         facts["start_seconds"] = start_seconds
-        # The same for one device and for N: the ratio is then one of devices.
         threads = started.threads
         if not started.is_reporter:
             return None
     config = made[0].receipt.config if isinstance(job.config, str) else job.config
-    result: dict[str, Any] = {
+    return {
         "images": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in made],
         "out": job.out,
         "config": ParallelConfig.read(config).model_dump(),
         "devices": world_size,
         "device": kind,
         "threads": threads,
-        "peak_memory": total_peaks([picture.receipt for picture in made]),
         **facts,
         "total_seconds": time.perf_counter() - began,
     }
-    if compare:
-        result["compare"] = _compared(job, name, kind, threads, made, result["seconds"])
-    return result
 
 
-def _compared(
-    job: PictureJob,
-    name: str | None,
-    kind: Literal["cpu", "cuda"],
-    threads: int | None,
-    made: list[Generated],
-    seconds: float,
-) -> dict[str, Any]:
-    """Run the job on one device in the same mode, and compare with the result of several."""
-    from ..resizing import resized
-
-    strict = not isinstance(job.config, str) and job.config.reproducible
-    config = resized(ParallelConfig.read(job.config), 1) if strict else ParallelConfig()
-    with guarded_folder("ditmesh-compare-") as folder, launcher(name, 1, kind, threads, job.timeout) as ranks:
-        alone, facts = generated(job.changed(config=config, out=folder), ranks, "one device")
-        difference = max(map(_largest_difference, made, alone))
-    return {
-        "one_device_seconds": facts["seconds"],
-        "ratio": facts["seconds"] / seconds,
-        "largest_difference": difference,
-    }
-
-
-def _largest_difference(ours: Generated, theirs: Generated) -> int:
-    """The largest difference of any channel of any pixel, of 255; for videos, of the compressed frames unless equal."""
-    from ..generate.replay import pixels_of
-
-    digest = ours.receipt.frames_digest
-    if digest is not None and digest == theirs.receipt.frames_digest:
-        return 0
-    largest = int(abs(pixels_of(ours.path).astype(int) - pixels_of(theirs.path)).max())
-    return largest if digest is None else max(1, largest)
-
-
-def generated(job: PictureJob, ranks: Launcher, what: str = "generating") -> tuple[list[Generated], dict[str, Any]]:
+def generated(job: PictureJob, ranks: Launcher) -> tuple[list[Generated], dict[str, Any]]:
     """Run a job on ranks, with a progress bar; its images, and facts such as times."""
     from ..generate.run import generate
 
-    with progress(job, what, ranks.is_reporter) as (report, made, facts):
+    with progress(job, "generating", ranks.is_reporter) as (report, made, facts):
         seconds = ranks.run(generate, job, on_message=lambda _, message: report(message))
     return made, {**facts, "seconds": max(seconds)}
 
@@ -306,7 +253,7 @@ def progress(
                         facts["config"] = message.config
                     progress.update(task, description=what, total=message.steps * job.total)
                 elif isinstance(message, UserNote):
-                    _above(progress, message.text)
+                    progress.console.print(f"ditmesh: {message.text}", markup=False, highlight=False, soft_wrap=True)
                 elif isinstance(message, StepDone):
                     words = f"{what}, {message.note}" if message.note else what
                     # The schedule gives the number of steps: Heun has nearly twice the requested number.
@@ -327,10 +274,6 @@ def progress(
         raise
 
 
-def _above(progress: Any, text: str) -> None:
-    progress.console.print(f"ditmesh: {text}", markup=False, highlight=False, soft_wrap=True)
-
-
 def short(result: dict[str, Any]) -> dict[str, Any]:
     """The result without fields that are the same for all images or are in their files: see --json=full."""
     always, sometimes = ("path", "prompt", "seed", "together", "place"), VIDEO
@@ -343,17 +286,6 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
         ],
         "config": settings,
     }
-
-
-def total_peaks(receipts: Sequence[Receipt]) -> list[dict[str, int]]:
-    """The peak memory of every rank over several images, by phase."""
-    measured = [receipt.peak_memory or [] for receipt in receipts]
-    peaks: list[dict[str, int]] = [{} for _ in range(max(map(len, measured), default=0))]
-    for ranks in measured:
-        for peak, phases in zip(peaks, ranks, strict=False):
-            for phase, taken in phases.items():
-                peak[phase] = max(taken, peak.get(phase, 0))
-    return peaks
 
 
 def _say(result: dict[str, Any]) -> Report:
@@ -372,17 +304,4 @@ def _say(result: dict[str, Any]) -> Report:
         f"{result['load_seconds']:.1f} s {'waiting' if 'server' in result else 'to load'}, "
         f"{result['total_seconds']:.1f} s in all"
     )
-    if "compare" in result:
-        facts = result["compare"]
-        most = facts["largest_difference"]
-        chosen = ParallelConfig(**result["config"])
-        stale = chosen.stale_exchange or chosen.stages_or_patches
-        pixels = "the same pixels" if most == 0 else f"pixels differ by at most {most} of 255"
-        if most == 1 and not stale:
-            # Several ranks add numbers in a different order from one device.
-            pixels = "the same pixels but for rounding (by at most 1 of 255; --reproducible gives the same bits)"
-        report.text(
-            f"one device{f' ({threads})' if on_cpu else ''}: {facts['one_device_seconds']:.2f} s; "
-            f"{devices}: {facts['ratio']:.2f} times as fast, {pixels}"
-        )
     return report
