@@ -43,11 +43,6 @@ class Workload:
     height: int = 0
     latent_frames: int = 0
 
-    @classmethod
-    def of_tokens(cls, image: int, text: int, **sizes: Any) -> Workload:
-        """A workload with a known number of image tokens and an unknown grid."""
-        return cls(1, image, text=text, **sizes)
-
     @property
     def image(self) -> int:
         """Image tokens of a sample."""
