@@ -144,7 +144,7 @@ class Environment:
 
     def try_generate(self) -> str:
         return self.own_lines(
-            "ditmesh", "generate", "a red fox", "--devices", "2", "--cfg", "2", "--compare", "--out", "two"
+            "ditmesh", "generate", "a red fox", "--devices", "2", "--cfg", "2", "--out", "two"
         )
 
     def own_lines(self, *words: str) -> str:

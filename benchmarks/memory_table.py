@@ -43,7 +43,7 @@ def cell(shape: Shape, config: ParallelConfig, encoders: bool = True) -> tuple[s
     components = components_of_shape(shape)
     components = components if encoders else replace(components, encoders={})
     try:
-        found = needs(components, config, workload_of(shape), torch.bfloat16, card("4090").runtime, "cuda")
+        found = needs(components, config, workload_of(shape), torch.bfloat16, card("4090").runtime)
     except DitmeshError:
         return "–", float("inf")
     peak = max((one.peak for one in found), key=lambda phase: phase.total)

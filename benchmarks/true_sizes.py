@@ -282,7 +282,7 @@ def predicted(case: Case, form: str, dtype: torch.dtype, start: float) -> dict[s
     width, height = case.pixels
     request = Workload(case.rows, case.cols, case.frames, case.text, width=width, height=height)
     (whole,) = needs(components, config_of_form(form), request, dtype, start)
-    (tensors,) = needs(components, config_of_form(form), request, dtype, kernels=False)
+    (tensors,) = needs(components, config_of_form(form), request, dtype)
     load, step = whole.phases
     return {
         "load": load.total,

@@ -193,10 +193,10 @@ def predicted(name: str, config: dict[str, int], size: tuple[int, int] | None) -
     shape = shapes()[name]
     request = workload_of(shape, size)
     components, process = components_of_shape(shape), card("4090").runtime
-    found = needs(replace(components, encoders={}), ParallelConfig(**config), request, torch.bfloat16, process, "cuda")
+    found = needs(replace(components, encoders={}), ParallelConfig(**config), request, torch.bfloat16, process)
     peak = max((one.peak for one in found), key=lambda phase: phase.total)
     # Of plain diffusers, with nothing else on the device.
-    text = predict._encoding(components, ParallelConfig(), request, predict.WalkOptions(torch.bfloat16))
+    text = predict._encoding(components, ParallelConfig(), request, torch.bfloat16)
     encoding = text.encoding + text.activations + process
     asked = f"{request.width} x {request.height}" + (f", {shape.num_frames} frames" if shape.num_frames > 1 else "")
     return asked, encoding / 1e9, peak.name, peak.total / 1e9

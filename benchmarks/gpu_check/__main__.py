@@ -22,6 +22,7 @@ import argparse
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -158,13 +159,12 @@ def main() -> int:
     from basics import ON_GPU
     from workers import Workers
 
-    from ditmesh._version import source
     from machine import describe_machine
 
     end, every = time.monotonic() + options.budget, parts()
     result: dict[str, Any] = {
         "machine": describe_machine(),
-        "source": source(),
+        "source": subprocess.getoutput(f"git -C {Path(__file__).parent} describe --always --dirty"),
         "cuda": ON_GPU,
         "quick": options.quick,
         "missing": lacking,

@@ -440,7 +440,7 @@ def memory(quick: bool) -> Iterator[Row]:
 
     from ditmesh.layout import layout_of
     from ditmesh.memory.sizes import Workload
-    from ditmesh.memory.walk import WalkOptions, denoise
+    from ditmesh.memory.walk import denoise
 
     full = ON_GPU and not quick
     heads, side, text = (24, 64, 512) if full else (4, 8, 16)
@@ -450,7 +450,7 @@ def memory(quick: bool) -> Iterator[Row]:
     )
     model = model.eval().to(DEVICE, dtype)
     arguments = moved(_flux_arguments(side, text, 64), dtype)
-    asked, how = Workload(side, side, text=text, branches=1), WalkOptions(dtype)
+    asked, how = Workload(side, side, text=text, branches=1), dtype
 
     def check(config: dict[str, Any]) -> Row:
         parallel = package.ParallelConfig(**config)

@@ -111,7 +111,7 @@ def sizes(quick: bool) -> Iterator[Row]:
     from ditmesh.layout.conventions import Conventions, Size, call_variants
     from ditmesh.memory.catalogue import shape
     from ditmesh.memory.sizes import Workload
-    from ditmesh.memory.walk import WalkOptions, denoise
+    from ditmesh.memory.walk import denoise
 
     def check(name: str) -> Row:
         known = shape(name)
@@ -132,8 +132,7 @@ def sizes(quick: bool) -> Iterator[Row]:
         dtype = torch.bfloat16 if ON_GPU else torch.float32
         if ON_GPU and not quick:
             settings = {key: value for key, value in model.config.items() if not key.startswith("_")}
-            how = WalkOptions(dtype)
-            needs = denoise(known.transformer, settings, layout_of(model), package.ParallelConfig(), job, how)
+            needs = denoise(known.transformer, settings, layout_of(model), package.ParallelConfig(), job, dtype)
             found["foreseen, MiB"] = needs.activations / 2**20
         reasons = []
         for way in sorted(call_variants(model), key=lambda way: way.optional):

@@ -61,10 +61,8 @@ class Setting:
     """The description of a field of `ParallelConfig` besides its type, from which the command line is generated.
 
     Attributes:
-        help: one line.
         decides: whether it decides the bits of a reproducible image; the others say only who computes what.
-        form: how a value is written, where the type does not show it.
-        usual: the default, in words.
+        form: how a value is written, where the type does not show it; usual: the default, in words.
         option: whether commands have an option of its own for it; ``--set NAME=VALUE`` takes every setting.
         untrained: why training refuses it, and the way out; None: training accepts it.
     """
@@ -97,83 +95,49 @@ def option_words(name: str, value: Any = None) -> str:
 
 
 class ParallelConfig(BaseModel):
-    """The distribution of a pipeline over ranks.
+    """The distribution of a pipeline over ranks: ``ParallelConfig(ring=2, ulysses=2)`` is for four.
+
+    The degrees (``data`` to ``tensor``) multiply to the number of ranks. What each setting does stands beside its
+    field, for ``ditmesh generate --help`` as well; below is what one sentence does not say.
 
     Attributes:
-        data: degree of data parallelism: ranks that split the rows of a batch (prompts, images).
-        cfg: degree of guidance parallelism: ranks that split the branches of classifier-free guidance.
-        pipe: number of PipeFusion stages: consecutive blocks on consecutive ranks, through which patches of the image
-            pass. Fang et al. 2024, arXiv:2405.14430. Stale: see ``warmup``.
-        ring: degree of ring attention (K, V pass around the ring; log-sum-exp merge). Liu et al. 2023,
-            arXiv:2310.01889.
-        ulysses: degree of Ulysses sequence parallelism (all-to-all between heads and sequence). Jacobs et
-            al. 2023, arXiv:2309.14509. Does not have to divide the number of heads, but cannot exceed it.
-        chunks: number of chunks in which a Ulysses rank's heads are exchanged and computed, so that the exchange of one
-            overlaps the computation of another. Useful on slow links between hosts. The result is bit-identical. Not
-            for gradients and reproducible mode.
-        tensor: degree of tensor parallelism (weights split by column and row). Shoeybi et al. 2019,
-            arXiv:1909.08053.
-        shard: degree of weight sharding: among the ranks that would hold the same weights (over data, cfg, ring and
-            ulysses), every ``shard`` neighbours hold a part of every block each, and gather a block's weights just
-            before it runs, while the previous block computes. It does not divide the work and does not change any bit.
-            After ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
-        text: placement of a text stream that the blocks update: ``"shard"`` splits it over the sequence
-            ranks like the image, ``"replicate"`` keeps it whole on every rank (less communication,
-            redundant work), ``"auto"`` shards it if each rank gets at least four tokens. Text with fewer
-            tokens than ranks is always replicated.
-        inputs: the check of a pipeline's inputs on several ranks. ``"broadcast"`` uses rank 0's inputs on
-            all ranks, ``"per-data-rank"`` those of the first rank of every data group: each group has different prompts
-            and images, and rows are not split over ``data``. ``"strict"`` raises an error for inputs that differ,
-            ``"trust"`` checks nothing. All except the last also raise an error for pipelines that differ (weights,
-            adapters, scheduler, settings of any component): see docs/inputs.md.
-        exchange: the exchange of keys and values between ring ranks. ``"exact"``: they go round the ring while
-            attention is computed. ``"gather"``: all of them are gathered before every attention, so that any kernel
-            can compute it, in the order of one device; a rank then holds the keys of all tokens for one block at a
-            time. ``"displaced"``: those of the previous step, sent while the step runs (DistriFusion, Li et al. 2024,
-            arXiv:2402.19481). ``"naive"``: none; every rank attends only to its own tokens, a lossy baseline. The last
-            two run without Ulysses.
-        patches: number of patches into which PipeFusion splits the image; default: the number of stages. The result
-            depends on it, but not on the number of stages; ``patches=4`` without stages gives the image of
-            ``pipe=4, patches=4`` on one device.
-        warmup: the policy of synchronous (exact) steps of a stale strategy: ``"fixed(4)"``, ``"sqrt(2)"``,
-            ``"adaptive(0.05)"`` or ``"steps(0 5)"``: see docs/staleness.md.
-        compress: the compression of displaced keys and values; default: none. ``"int4"`` sends what is new since the
-            last message in four bits a number: see docs/staleness.md.
-        predict: what stands for stale keys and values of the step in progress (``exchange="displaced"``, ``pipe``).
-            ``"linear"``, the default but in reproducible mode: those of the previous step, moved on by half of their
-            latest change; ``"none"``: those of the previous step as they are: see docs/staleness.md.
-        stages: the number of blocks of every stage. ``"estimated"``: by the weights that image tokens pass through.
-            Or numbers, ``(5, 7)``. The result stays the same.
-        speeds: relative speeds of the sequence ranks, ``(2, 1)``: a faster rank gets more tokens; with ``pipe`` those
-            of the stages: a faster stage gets more blocks. The result stays the same. ``"auto"`` measures those of
-            sequence ranks while the first steps run.
-        reproducible: the same bits on any number of devices, with even or uneven shares: token-local work runs tile by
-            tile, attention per head and tile over keys in the order of one device, rows of the batch one by one.
-            The reference is one device with the same setting. With PipeFusion the patches replace the tiles:
-            the reference is one device with the same number of patches.
-        tiles: number of tiles of the image's tokens in reproducible mode; the bits depend on it.
-        compile: compile every block with this `torch.compile` backend (``"inductor"``, ``"eager"``), as one graph
-            without breaks; communication stays outside the graph.
-        attention: the kernel that computes attention on a rank, by name: ``"native"``: torch's
-            `scaled_dot_product_attention`; ``"math"``: an explicit implementation in float32; an attention backend of
-            diffusers (``"flash"``, ``"_flash_3"``, ``"sage"``, ``"flex"`` …); or one that
-            `ditmesh.attention.kernels.register` has added on every rank. None: the backend that is set on the model.
-            Ring attention supports those that return their log-sum-exp: see docs/attention.md.
-        precompute: compute modulation, embedders, and keys and values of the text once for all steps of a request, in
-            the first of them; on a GPU their weights wait in host memory until it ends. The same bits.
-        shared_memory: send tensors between CPU ranks of one host through shared memory; False: through the
-            process group, as between hosts.
-        vae: parallelisation of the VAE. ``"bands"``: each rank decodes some rows of the image and receives border rows
-            from its neighbours; exact, unlike tiled decoding. ``"whole"``: every rank decodes whole images (its share
-            of a batch). ``"auto"``: bands for large images. In reproducible mode always whole. See docs/vae.md.
-        text_encoder: placement of the text encoders' weights. ``"whole"``: on every rank. ``"tensor"``: a slice of
-            every layer on each rank, which computes with it (embeddings then differ in their last bits).
-            ``"sharded"``: a part on each rank, gathered layer by layer while they run. ``"freed"``: on every rank until
-            the transformer is called, and read again from their files for the next call. See docs/memory.md.
-        strict: raise an error with the name of a tensor or integer argument of a block that follows the token count and
-            is not in the model's layout. If False, such an argument is passed on whole.
-
-    The degrees multiply to the number of ranks: ``ParallelConfig(ring=2, ulysses=2)`` is for four.
+        pipe: PipeFusion (Fang et al. 2024, arXiv:2405.14430): patches of the image pass through consecutive blocks on
+            consecutive ranks. Stale: see ``warmup``.
+        ring: K, V pass around the ring; merged by log-sum-exp. Liu et al. 2023, arXiv:2310.01889.
+        ulysses: all-to-all between heads and sequence (Jacobs et al. 2023, arXiv:2309.14509). Does not have to divide
+            the number of heads, but cannot exceed it.
+        chunks: useful on slow links between hosts; the result is bit-identical.
+        tensor: split by column and row. Shoeybi et al. 2019, arXiv:1909.08053.
+        shard: of ranks with equal weights, so many neighbours hold a part of every block each, and gather a block just
+            before it runs (after ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). Divides no work, changes no bit.
+        text: of a text stream that the blocks update. ``"replicate"`` keeps it whole on every rank, ``"auto"`` shards
+            it if each rank gets at least four tokens; text with fewer tokens than ranks is always replicated.
+        inputs: ``"broadcast"`` uses rank 0's inputs on all ranks, ``"per-data-rank"`` those of the first rank of every
+            data group, ``"strict"`` raises an error for inputs that differ. These also refuse pipelines that differ
+            (weights, adapters, scheduler, settings); ``"trust"`` checks nothing. See docs/inputs.md.
+        exchange: ``"exact"``: keys go round the ring while attention is computed. ``"gather"``: all are gathered
+            before, so that any kernel can compute it. ``"displaced"``: those of the previous step, sent while the step
+            runs (DistriFusion, Li et al. 2024, arXiv:2402.19481). ``"naive"``: none, a lossy baseline. The last two run
+            without Ulysses.
+        patches: the result depends on it, not on the number of stages: ``patches=4`` on one device gives the image of
+            ``pipe=4, patches=4``.
+        warmup, compress, predict: see docs/staleness.md.
+        stages: ``"estimated"``: by the weights that image tokens pass through. ``"measured"``: the first call times one
+            block of every kind, and blocks move if another split is faster. The result stays the same.
+        speeds: of sequence ranks, whose tokens they share out; with ``pipe`` of the stages. ``"auto"`` measures them
+            while the first steps run. The result stays the same.
+        reproducible: the same bits as of one device with the same setting (with PipeFusion the same patches):
+            token-local work runs tile by tile, attention per head and tile in one order, rows of the batch one by one.
+        attention: ``"native"``: torch's `scaled_dot_product_attention`; ``"math"``: explicit, in float32; an attention
+            backend of diffusers; or one that `ditmesh.attention.kernels.register` has added on every rank. None: the
+            model's own. Ring attention supports those that return their log-sum-exp: see docs/attention.md.
+        precompute: modulation, embedders, and keys and values of the text; on a GPU their weights wait in host memory
+            until the request ends. The same bits.
+        vae: ``"bands"`` is exact, unlike tiled decoding; ``"auto"``: for large images. In reproducible mode always
+            whole. See docs/vae.md.
+        text_encoder: ``"freed"``: on every rank until the transformer is called, and read again for the next call. The
+            images are the same: see docs/memory.md.
+        strict: if False, such an argument is passed on whole.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

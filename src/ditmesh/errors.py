@@ -30,10 +30,8 @@ class RankFailed(DitmeshError, RuntimeError):
     Attributes:
         rank: the one that failed first.
         exit_code: of its process, when that ended by itself; negative: the signal that killed it.
-        lost: ranks that are gone without an error of the job: killed, ended, silent, or without their device. Empty
-            when a rank raised: it would do so again.
-        pool_open: whether the ranks are there still and can run something else: each has answered or raised, and none
-            waits for another.
+        lost: ranks that are gone without an error of the job: killed, ended, silent, or without their device.
+        pool_open: whether the ranks are there still and can run something else.
     """
 
     def __init__(

@@ -34,11 +34,10 @@ PIPELINES = "the pipeline's"
 
 @dataclass(frozen=True)
 class Widget:
-    """A widget of ComfyUI's node of sampling.
+    """A widget of ComfyUI's node of sampling; ``usual``: its default, a float where the field is one.
 
-    Attributes:
-        usual: its default, a float where the field is one.
-        least, most, step: of its values; least: stands for a field that is not given, where ``least_leaves``.
+    ``least`` to ``most`` by ``step`` are its values; the least stands for a field that is not given, where
+    ``least_leaves``.
     """
 
     name: str
@@ -60,13 +59,11 @@ class RequestField:
     """The description of a field of `PictureRequest` besides its type and bounds.
 
     Attributes:
-        help: one line, of the command line.
-        flags: of the command line, its spelling first; none: there is no option.
-        common: whether help shows it among the common options.
+        flags: of the command line, its spelling first; none: there is no option. ``common``: shown among the common
+            ones.
         usual: the default, in words.
         wrong: the message about a value out of bounds, as `FieldError` takes it.
         argument: of a pipeline's call, which is given the value as it is. A pipeline without it refuses the field.
-        widget: of ComfyUI.
         spelt: whether `Receipt` spells the field out, with bounds of its own; it is given all others as they are, see
             `added_fields`. None: it has none of it.
     """
@@ -87,18 +84,11 @@ class RequestField:
 
 
 class PictureRequest(BaseModel):
-    """A request for images or videos of one prompt. Image ``i`` has seed ``seed + i``.
+    """A request for images or videos of one prompt. Image ``i`` has seed ``seed + i``, and the same pixels as alone.
 
-    Attributes:
-        prompt, negative_prompt: texts; for class-conditional models the prompt is the class's name.
-        n: number of images; each has the same pixels as alone.
-        width, height: in pixels; None: those of an input image, rounded to what the model can make and with no more
-            pixels than its default; without an image the pipeline's own.
-        steps, guidance: None: the pipeline's own.
-        strength: how much of the input image is replaced; None: the pipeline's own.
-        seed: of the first image.
-        frames, fps: of videos, frames a second; None: the pipeline's own, and for images. A pipeline that makes as
-            many frames as its input video has is given so many of them.
+    For class-conditional models the prompt is the class's name. None is the pipeline's own; for width and height those
+    of an input image, rounded to what the model can make and with no more pixels than its default. A pipeline that
+    makes as many frames as its input video has is given so many of them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -21,7 +21,6 @@ from PIL import Image
 
 from ditmesh.cli.main import main
 from ditmesh.generate.receipt import read_receipt
-from ditmesh.requirements import outdated
 from support import processes
 from support.tiny import save_tiny_sd3
 
@@ -61,7 +60,7 @@ def pixels(path: str | Path) -> numpy.ndarray:
 def test_two_devices_draw_the_picture_of_one(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "folder"
     common = ["generate", "a red fox", "a blue bird", "--model", model, "--steps", "3", "--threads", "1", "--seed", "5"]
-    code = run(*common, "--devices", "2", "--num-images", "2", "--out", out, "--compare", "--json")
+    code = run(*common, "--devices", "2", "--num-images", "2", "--out", out, "--json")
     captured = capfd.readouterr()
     assert code == 0, captured.err
     # One JSON object and nothing else.
@@ -77,11 +76,11 @@ def test_two_devices_draw_the_picture_of_one(model: Path, tmp_path: Path, capfd:
     # As many images as devices: each device makes its own.
     assert result["config"]["data"] == 2
     assert result["devices"] == 2
-    assert result["compare"]["largest_difference"] <= 1
-    assert result["compare"]["ratio"] == pytest.approx(result["compare"]["one_device_seconds"] / result["seconds"])
     drawn = [pixels(picture["path"]) for picture in result["images"]]
     assert all(image.shape == (32, 32, 3) and image.std() > 0 for image in drawn)
     assert not any((drawn[0] == other).all() for other in drawn[1:])
+    assert run(*common, "--devices", "1", "--num-images", "2", "--out", tmp_path / "one") == 0
+    assert all(abs(pixels(tmp_path / "one" / path.name) - pixels(path)).max() <= 1 for path in out.iterdir())
     receipt = read_receipt(out / "0003-a-blue-bird-seed8.png")
     assert (receipt.prompt, receipt.seed, receipt.index, receipt.steps) == ("a blue bird", 8, 3, 3)
     assert (receipt.devices, receipt.pipeline, receipt.width) == (2, "StableDiffusion3Pipeline", 32)
@@ -192,28 +191,6 @@ def test_ctrl_c_and_sigterm_keep_what_is_drawn_and_leave_nothing_else(
         assert read_receipt(path).prompt.startswith("picture number")
 
 
-def test_ctrl_c_in_a_terminal_while_ranks_start_says_nothing(facts_only: Path, tmp_path: Path) -> None:
-    """There it goes to all processes at once, the one that is importing torch among them."""
-    mark, environment = processes.marked({"PYTHONPATH": TEST_PATH})
-    command = [sys.executable, "-m", "ditmesh", "generate", FOX, "--model", str(facts_only), "--device", "cpu"]
-    command += ["--devices", "2", "--threads", "1", "--out", str(tmp_path / "out")]
-    owner = processes.interruptible(command, environment, start_new_session=True)
-    try:
-        limit = time.monotonic() + 120
-        # The command, the guard of its folder, Python's resource tracker, the fork server.
-        while len(processes.family(mark)) < 4 and time.monotonic() < limit and owner.poll() is None:
-            time.sleep(0.01)
-        os.killpg(owner.pid, signal.SIGINT)
-        limit = time.monotonic() + 10
-        _, said = owner.communicate(timeout=10)
-        assert owner.returncode == 130
-        assert "Traceback" not in said
-        assert processes.wait_until_gone(mark, limit - time.monotonic()) == []
-    finally:
-        owner.kill()
-        owner.wait(10)
-
-
 SIGNALLED = """
 import atexit, os, signal, sys, tempfile, time
 from ditmesh.launch import Terminated, guarded_folder, ignore_signals, leave, raise_on_signals
@@ -270,133 +247,6 @@ def test_any_number_of_signals_ends_a_program(temporary: Path) -> None:
         for program, _, _ in programs:
             program.kill()
             program.wait(10)
-
-
-INTERRUPTED = """
-import atexit, os, runpy, signal, subprocess, sys, time
-import ditmesh.launch.processes as processes
-from multiprocessing import util
-
-class Interrupted(subprocess.Popen):
-    def __init__(self, command, **more):
-        super().__init__(command, **more)
-        if command[-1] == util.get_temp_dir() or "ditmesh-" in command[-1] and sys.argv[1] == "folder":
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-            except KeyboardInterrupt:
-                # As where it comes inside of Popen.
-                self.stdin.close()
-                raise
-
-processes.subprocess.Popen = Interrupted
-# Before multiprocessing's own: a guard that nobody has noted is through by then.
-atexit.register(time.sleep, 1)
-sys.argv[1:2] = []
-runpy.run_module("ditmesh", run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize("guarded", ["folder", pytest.param("socket of the fork server", marks=pytest.mark.matrix)])
-def test_ctrl_c_between_a_guards_start_and_its_being_noted(facts_only, tmp_path, temporary, guarded):
-    mark, environment = processes.marked({"PYTHONPATH": TEST_PATH, "TMPDIR": str(temporary)})
-    command = [sys.executable, "-c", INTERRUPTED, guarded, "generate", FOX, "--model", str(facts_only)]
-    command += ["--device", "cpu", "--devices", "2", "--threads", "1", "--out", str(tmp_path / "out")]
-    owner = processes.interruptible(command, environment)
-    _, said = owner.communicate(timeout=120)
-    assert said == "ditmesh: stopped by Ctrl-C\n"
-    assert owner.returncode == 130
-    assert processes.wait_until_gone(mark, 10) == []
-    assert list(temporary.iterdir()) == []
-
-
-@pytest.mark.parametrize("swallowed", ["in a finaliser", "by an import"])
-def test_ctrl_c_that_is_swallowed_is_raised_again(swallowed):
-    code = """
-import os, signal, sys, time
-from ditmesh.launch import raise_on_signals, ignore_signals
-
-class Finalised:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
-
-raise_on_signals()
-try:
-    if sys.argv[1] == "in a finaliser":
-        Finalised()
-    else:
-        sys.path.insert(0, sys.argv[2])
-        import swallowing
-    time.sleep(10)
-except KeyboardInterrupt:
-    ignore_signals()
-    print("stopped", "swallowing" in sys.modules)
-"""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "swallowing.py").write_text(
-            "import os, signal\ntry:\n os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n raise ImportError\n"
-        )
-        command = [sys.executable, "-c", code, swallowed, folder]
-        owner = processes.interruptible(command, {**os.environ, "PYTHONPATH": TEST_PATH})
-        out, said = owner.communicate(timeout=60)
-    assert said == ""
-    assert out == f"stopped {swallowed == 'by an import'}\n"
-
-
-def test_an_interrupt_that_is_late_waits_as_well(tmp_path: Path) -> None:
-    """It came during an import, and its alarm goes off between a thing's making and its being noted."""
-    (tmp_path / "slow.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    code = """
-import sys, time
-from ditmesh.launch import ignore_signals, raise_on_signals
-from ditmesh.launch.processes import defer_signals
-
-raise_on_signals()
-sys.path.insert(0, sys.argv[1])
-noted = False
-try:
-    with defer_signals():
-        import slow
-        time.sleep(0.5)
-        noted = True
-    time.sleep(10)
-except KeyboardInterrupt:
-    ignore_signals()
-    print("stopped", noted)
-noted = False
-raise_on_signals()
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
-raise_on_signals()
-del sys.modules["slow"]
-try:
-    import slow
-    with defer_signals():
-        time.sleep(0.5)
-        noted = True
-    time.sleep(10)
-except KeyboardInterrupt:
-    ignore_signals()
-    print("stopped", noted)
-"""
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    owner = processes.interruptible(command, {**os.environ, "PYTHONPATH": TEST_PATH})
-    out, said = owner.communicate(timeout=60)
-    assert (out, said) == ("stopped True\nstopped True\n", "")
-
-
-def test_ctrl_c_before_the_command_is_imported() -> None:
-    code = "import os, signal, sys, types\nimport ditmesh.__main__ as command\n"
-    code += "assert 'ditmesh.config' not in sys.modules and 'ditmesh.cli.main' not in sys.modules\n"
-    code += "def raising(name): os.kill(os.getpid(), signal.SIGINT)\n"
-    code += (
-        "sys.modules['ditmesh.cli.main'] = stub = types.ModuleType('stub')\nstub.__getattr__ = raising\ncommand.main()"
-    )
-    owner = processes.interruptible([sys.executable, "-c", code], {**os.environ, "PYTHONPATH": TEST_PATH})
-    _, said = owner.communicate(timeout=60)
-    assert (said, owner.returncode) == ("ditmesh: stopped by Ctrl-C\n", 130)
 
 
 def test_a_rank_that_dies_is_reported_and_pictures_are_kept(
@@ -469,14 +319,9 @@ FOX = "a red fox"
     [
         bad(says=("no prompt", "--prompts"), name="no prompt"),
         bad("  ", says=("prompt 1 is empty",), name="empty prompt"),
-        bad("--prompts", "BLANK", says=("blank.txt", "one a line"), name="blank prompts"),
-        bad("--prompts", "NONE", says=("none.txt", "No such file"), name="missing prompts"),
         bad(FOX, "--size", "40x30", says=("size 40x30", "multiples of 4", "40x28 or 40x32"), name="size multiple"),
         bad(FOX, "--size", "128x64", says=("size 128x64", "64x64"), name="size too large"),
         bad(FOX, "--size", "big", says=("--size big: write WIDTHxHEIGHT",), name="size malformed"),
-        bad(FOX, "--size", "64", says=("--size 64", "for example 64x64"), name="size of one side"),
-        bad(FOX, "--size", "999999x32", says=("--size 999999", "use 1 to 65536"), name="size out of bounds"),
-        bad(FOX, "--size", "0x32", says=("--size 0x32",), name="size zero"),
         bad(
             FOX,
             "--devices",
@@ -487,49 +332,19 @@ FOX = "a red fox"
             name="degrees",
         ),
         bad(FOX, "--devices", "0", says=("--devices 0", "--devices 1"), name="no devices"),
-        bad(FOX, "--ulysses", "0", says=("ulysses=0", "not possible"), name="degree 0"),
-        bad(FOX, "--ulysses", "16", says=("ulysses=16", "8 attention heads", "ring"), name="heads"),
         bad(FOX, "--ring", "65", says=("65 ranks", "64 image tokens", "at most 64"), name="tokens"),
-        bad(FOX, "--ring", "5", "--size", "8x8", says=("5 ranks", "4 image tokens", "8x8"), name="tokens of a size"),
         bad(FOX, "--config", "NONE", says=("none.txt", "No such file", "YAML"), name="config missing"),
-        bad(FOX, "--config", "BROKEN", says=("broken.yaml", "not YAML"), name="config not YAML"),
-        bad(FOX, "--config", "WRONG", says=("'ulises'", "ulysses"), name="config key"),
-        bad(FOX, "--config", "GOOD", "--ring", "2", says=("--config", "--ring"), name="config and degree"),
         bad(FOX, "--config", "GOOD", "--devices", "3", says=("ulysses=2", "--devices is 3"), name="config and devices"),
         bad(FOX, "--out", "FILE", says=("folder", "--out"), name="out is a file"),
-        bad(FOX, "--steps", "0", says=("--steps 0", "--steps 1"), name="steps"),
-        bad(FOX, "--num-images", "0", says=("--num-images 0", "--num-images 1"), name="images"),
-        bad(FOX, "--threads", "0", says=("--threads 0", "--threads 1"), name="threads"),
-        bad(FOX, "--timeout", "nan", says=("--timeout nan is not possible",), name="timeout that is no number"),
-        bad(FOX, "--timeout", "inf", says=("--timeout inf is not possible",), name="endless timeout"),
-        bad(FOX, "--timeout", "0", says=("--timeout 0 is not possible",), name="timeout"),
-        bad(FOX, "--compare", says=("--compare with 1 device", "--devices 2"), name="compare nothing"),
         bad(FOX, "--model", "./nowhere", says=("'./nowhere'", "no such folder", "save_pretrained"), name="no model"),
-        bad(FOX, "--model", "nobody/nothing", says=("'nobody/nothing'", "go online"), name="no hub model"),
         bad(FOX, "--model", "FOLDER", says=("no model_index.json", "save_pretrained"), name="not a model"),
         bad(FOX, "--model", "UNET", says=("SomePipeline has no transformer", "unet", "Flux"), name="not a DiT"),
         bad(FOX, "--model", "CLASSES", says=(f"{FOX!r}", "takes classes", "'fox'"), name="no such class"),
         bad("fox", "--model", "CLASSES", "--size", "8x8", says=("size 8x8", "one size"), name="size of classes"),
-        bad(FOX, "--guidance", "nan", says=("guidance nan", "--guidance 3.5"), name="guidance nan"),
-        bad(FOX, "--guidance", "inf", says=("guidance inf",), name="guidance infinite"),
-        bad(FOX, "--timeout", "nan", says=("--timeout nan is not possible",), name="timeout nan"),
-        bad(FOX, "--seed", "-2", says=("seed -2", "--seed 0"), name="seed below -1"),
-        bad(FOX, "--seed", str(2**63), says=("seed 9223372036854775808", "to 2**63 - 1"), name="seed of 64 bits"),
         bad(FOX, "--out", "", says=("--out names no folder", "--out ."), name="out empty"),
-        bad(
-            FOX, "--num-images", "1000000", says=("--num-images 1000000", "use 1 to 100000"), name="a million pictures"
-        ),
-        bad(FOX, "--steps", str(10**30), says=("--steps 1000", "use 1 to 10000"), name="steps without end"),
-        bad(FOX, "--batch", "5000", says=("--batch 5000", "use 1 to 1024"), name="too large a batch"),
         bad("half \ud83e", says=("prompt 1 is not Unicode", "character 6"), name="half a character"),
-        bad(FOX, "--negative", "\ud83e", says=("the negative prompt is not Unicode",), name="half a negative"),
-        bad("x" * 200_000, says=("prompt 1 has 200000 characters", "100000"), name="prompt without end"),
         bad(FOX, "--model", "m" * 5000, says=("cannot be a folder", "File name too long"), name="long model name"),
-        bad(FOX, "--model", "FLAT", says=("patch_size=0", "transformer/config.json"), name="patch size 0"),
         bad(FOX, "--device", "2", says=("--device '2'", "--devices 2"), name="device is a number"),
-        bad(FOX, "--dtype", "flaot16", says=("--dtype 'flaot16'", "did you mean 'float16'"), name="dtype"),
-        bad(FOX, "--config", "WRONG", says=("'ulises'", "did you mean 'ulysses'"), name="config key, nearly"),
-        bad(FOX, "--set", "tiles=1000000000", "--reproducible", says=("tiles=1000000000",), name="tiles without end"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
@@ -551,28 +366,18 @@ def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
     shutil.copytree(facts_only, classes)
     index = json.loads((classes / "model_index.json").read_text())
     (classes / "model_index.json").write_text(json.dumps({**index, "id2label": {"0": "fox, red fox", "1": "bird"}}))
-    shutil.copytree(facts_only, tmp_path / "flat")
-    part = tmp_path / "flat" / "transformer" / "config.json"
-    part.write_text(json.dumps({**json.loads(part.read_text()), "patch_size": 0}))
     for name, text in {
-        "blank.txt": " \n\n",
-        "broken.yaml": "ulysses: [",
-        "wrong.yaml": "ulises: 2",
         "good.yaml": "ulysses: 2",
         "file": "",
     }.items():
         (tmp_path / name).write_text(text)
     names = {
-        "BLANK": "blank.txt",
         "NONE": "none.txt",
-        "BROKEN": "broken.yaml",
-        "WRONG": "wrong.yaml",
         "GOOD": "good.yaml",
         "FILE": "file",
         "FOLDER": ".",
         "UNET": "unet",
         "CLASSES": "classes",
-        "FLAT": "flat",
     }
     arguments = [str(tmp_path / names[word]) if word in names else word for word in arguments]
     if "--model" not in arguments:
@@ -601,37 +406,8 @@ def test_cuda_that_is_not_there_is_refused(
     assert "2 ranks need 2 GPUs, but 1 is there" in capsys.readouterr().err
 
 
-def test_what_ranks_refuse_is_one_sentence_too(
-    facts_only: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A pipeline that makes sound too, known from its class on the ranks."""
-    sound = tmp_path / "sound"
-    shutil.copytree(facts_only, sound)
-    index = json.loads((sound / "model_index.json").read_text())
-    (sound / "model_index.json").write_text(json.dumps({**index, "_class_name": "LTX2Pipeline"}))
-    assert run("generate", FOX, "--model", sound, "--device", "cpu", "--threads", "1", "--out", tmp_path) == 2
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ditmesh:")]
-    assert said == ["ditmesh: LTX2Pipeline makes sound too, which is not written; call it from Python"]
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"_class_name": "NobodysTransformer"}, ("no model class 'NobodysTransformer'", "upgrade diffusers")),
-        (
-            {"_class_name": "PriorTransformer", "num_attention_heads": 2, "attention_head_dim": 4, "num_layers": 2},
-            ("PriorTransformer has no reviewed token layout", "Write a layout"),
-        ),
-    ],
-    ids=["no such class", "failed probe"],
-)
 def test_a_transformer_whose_tokens_nobody_can_place_is_refused(
-    facts_only: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    config: dict[str, object],
-    says: tuple[str, ...],
+    facts_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
@@ -639,38 +415,24 @@ def test_a_transformer_whose_tokens_nobody_can_place_is_refused(
     monkeypatch.setattr("ditmesh.launch.RankPool.__init__", start)
     model = tmp_path / "model"
     shutil.copytree(facts_only, model)
+    config = {"_class_name": "PriorTransformer", "num_attention_heads": 2, "attention_head_dim": 4, "num_layers": 2}
     (model / "transformer" / "config.json").write_text(json.dumps({"sample_size": 16, **config}))
     code = run("generate", FOX, "--devices", "2", "--device", "cpu", "--model", model, "--out", tmp_path / "out")
     said = capsys.readouterr().err
     assert code == 2, said
-    for words in says:
-        assert words in said
+    assert "PriorTransformer has no reviewed token layout" in said
 
 
-def test_a_model_without_weights_is_refused(
-    facts_only: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run("generate", FOX, "--model", facts_only, "--device", "cpu", "--threads", "1", "--out", tmp_path) == 2
-    assert f"model '{facts_only}' cannot be loaded" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("broken", ["class", "pickle"])
-def test_a_model_that_cannot_be_loaded_is_one_sentence(model: Path, tmp_path: Path, broken: str) -> None:
-    """A pipeline class that diffusers does not have, and weights that are somebody's pickled program."""
+def test_weights_that_are_a_program_are_refused_in_one_sentence(model: Path, tmp_path: Path) -> None:
     from ditmesh.errors import InputError
     from ditmesh.generate.runner import load_pipeline
 
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
-    if broken == "class":
-        index = json.loads((copy / "model_index.json").read_text())
-        (copy / "model_index.json").write_text(json.dumps({**index, "_class_name": "NobodysPipeline"}))
-    else:
-        (weights,) = (copy / "text_encoder").glob("*.safetensors")
-        weights.unlink()
-        (copy / "text_encoder" / "pytorch_model.bin").write_bytes(pickle.dumps(Path("somewhere")))
-    words = r"is of the class NobodysPipeline" if broken == "class" else r"model 'a model' cannot be loaded \("
-    with pytest.raises(InputError, match=words) as caught:
+    (weights,) = (copy / "text_encoder").glob("*.safetensors")
+    weights.unlink()
+    (copy / "text_encoder" / "pytorch_model.bin").write_bytes(pickle.dumps(Path("somewhere")))
+    with pytest.raises(InputError, match=r"model 'a model' cannot be loaded \(") as caught:
         load_pipeline(str(copy), "a model", "float32", "cpu")
     assert len(str(caught.value).splitlines()) == 1
 
@@ -678,13 +440,9 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(model: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("study", "fox", "--target", "nan"), "--target nan is not possible"),
         (("study", "fox", "--steps", "-3"), "--steps -3 is not possible"),
-        (("study", "fox", "--jobs", "0"), "--jobs 0 is not possible"),
-        (("study", "fox", "--out", ""), "--out names no folder"),
         (("verify", ""), "the configuration '' is empty"),
         (("verify", "ulysses=1"), "'1 device' compares one device with itself"),
-        (("verify", "reproducible"), "compares one device with itself"),
         (("verify", "ulysses=2", "--num-images", "2000"), "use 1024 at most"),
         (("doctor", "--device", "gpu"), "--device 'gpu' is none of auto, cpu, cuda"),
     ],
@@ -750,21 +508,6 @@ def test_doctor_shows_the_machine_and_lets_ranks_meet(capfd: pytest.CaptureFixtu
     assert facts["ranks_meet"] is True
 
 
-def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ditmesh.launch.hardware import missing
-
-    machine = {"versions": {}, "gpus": [], "torch_cuda": None, "backends": {"gloo": False, "nccl": False}}
-    sentences = missing(machine)
-    assert any("peft" in sentence and "pip install" in sentence for sentence in sentences)
-    assert any("no GPU (torch was built without CUDA)" in sentence for sentence in sentences)
-    assert any("no gloo" in sentence for sentence in sentences)
-    small = {**machine, "shared_memory": {"size_gb": 0.07, "free_gb": 0.06}}
-    assert any("0.06 of 0.07 GB free" in sentence and "--shm-size" in sentence for sentence in missing(small))
-    assert not any("/dev/shm" in sentence for sentence in sentences)
-    full = {"versions": {"peft": "1"}, "gpus": [{}], "torch_cuda": "13", "backends": {"gloo": True, "nccl": True}}
-    assert not any("peft" in sentence or "GPU" in sentence for sentence in missing(full))
-
-
 def test_doctor_names_what_cannot_be_imported_or_is_too_old(monkeypatch, tmp_path, capsys):
     (tmp_path / "broken_library.py").write_text("raise RuntimeError('look above') from ImportError('no HybridCache')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -779,54 +522,12 @@ def test_doctor_names_what_cannot_be_imported_or_is_too_old(monkeypatch, tmp_pat
     assert "absent_library" not in shown
 
 
-@pytest.mark.parametrize("module", ["ditmesh.engine", "ditmesh.train"])
-def test_packages_that_are_too_old_are_named_before_they_fail(module):
-    program = (
-        "import sys, importlib.metadata as metadata\n"
-        "version = metadata.version\n"
-        "metadata.requires = lambda name: ['transformers>=5.6', 'peft>=0.18; extra == \"lora\"']\n"
-        "metadata.version = lambda name: {'transformers': '5.5.4', 'peft': '0.17.1'}.get(name) or version(name)\n"
-        f"import ditmesh\nfrom importlib import import_module\ntry:\n    import_module('{module}')\n"
-        "except ditmesh.InputError as error:\n    print(error, 'diffusers' in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    sentence = "transformers 5.5.4 is too old for ditmesh; pip install 'transformers>=5.6'"
-    more = ". peft 0.17.1 is too old for ditmesh; pip install 'peft>=0.18'" if module == "ditmesh.engine" else ""
-    assert done.stdout.strip() == f"{sentence}{more} False"
-
-
-def test_versions_of_vendors_count_as_the_releases_that_they_precede(monkeypatch):
-    monkeypatch.setattr("ditmesh.requirements.requires", lambda name: ["torch>=2.9"])
-    for version, old in (("2.9.0a0+nv25.9", False), ("2.13.0+cpu", False), ("2.10.0.dev1", False), ("2.8.1", True)):
-        monkeypatch.setattr("ditmesh.requirements.version", lambda name, version=version: version)
-        assert bool(outdated()) is old, version
-
-
 def test_a_client_without_httpx_is_one_sentence():
     program = "import sys; sys.modules['httpx'] = None; import ditmesh; ditmesh.Client"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr.splitlines()[-1].endswith(
         "a client of a server needs httpx, which is not installed; pip install 'ditmesh[serve]'"
     )
-
-
-def test_doctor_prints_what_to_type_as_it_is(monkeypatch, capsys):
-    monkeypatch.setattr("ditmesh.launch.hardware.missing", lambda facts: ["x is not there: pip install 'ditmesh[t5]'"])
-    assert run("doctor", "--devices", "1") == 0
-    assert "pip install 'ditmesh[t5]'" in capsys.readouterr().out
-
-
-def test_doctor_refuses_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("doctor", "--devices", "0") == 2
-    assert "--devices 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["generate", "doctor", "inspect", "memory", "layout"])
-def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(command, "--help") == 0
-    said = capsys.readouterr().out
-    assert "Example" in said
-    assert f"ditmesh {command}" in said
 
 
 def test_help_does_not_wait_for_torch() -> None:
@@ -839,12 +540,3 @@ def test_help_does_not_wait_for_torch() -> None:
     assert done.returncode == 0
     assert done.stderr.strip() == "[]"
     assert "generate" in done.stdout
-
-
-def test_layout_saves_the_layout(tmp_path):
-    from ditmesh.layout import TokenLayout, known_models
-
-    path = tmp_path / "layout.json"
-    assert run("layout", "--save", str(path)) == 0
-    assert TokenLayout.read(path) == known_models()["SD3Transformer2DModel"]
-    assert run("layout", "--save", str(path)) == 2

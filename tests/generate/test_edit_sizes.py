@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from PIL import Image
@@ -15,8 +14,6 @@ from ditmesh.generate.job import job_for
 from ditmesh.generate.model_info import ModelInfo, find_model
 from ditmesh.generate.shape import check_mask_shape, input_size, stretched
 from ditmesh.request import PictureRequest
-from ditmesh.serve.types import JobRequest
-from ditmesh.serve.worker.loaded import LoadedModel
 
 
 def saved(path: Path, width: int, height: int, **options) -> Path:
@@ -95,21 +92,6 @@ def test_another_shape_is_said(tmp_path):
     assert "--image has 64x32 pixels, and the size 64x64 has another shape" in str(stretched(images, (64, 64), 4))
     assert stretched({"video": [Image.new("RGB", (64, 32))] * 2}, (32, 64), 4) is not None
     assert stretched({}, (64, 64), 4) is None
-
-
-@pytest.mark.parametrize(
-    ("asked", "size"),
-    [
-        ({}, (64, 32)),
-        ({"width": 48, "height": 48}, (48, 48)),
-    ],
-)
-def test_the_size_of_a_servers_edit(tmp_path, asked, size):
-    files = [input_picture("image", saved(tmp_path / "i.png", 64, 32))]
-    loaded, request = cast(Any, object.__new__(LoadedModel)), JobRequest(prompt="a", **asked)
-    loaded.info = find_model("emoji-sd3")
-    assert loaded._asked_size(request, files) == size
-    assert loaded._asked_size(request, []) == (size if asked else None)
 
 
 def test_generate_keeps_the_shape(kept_ranks, tmp_path, capfd):

@@ -256,11 +256,11 @@ SETTINGS = {
     "rank_pattern": ({"rank_pattern": {BACKTRACKS: 4}}, "patterns of files are not run"),
     "target_modules": ({"target_modules": BACKTRACKS}, None),
     "rank": ({"r": 2_000_000}, "settings say rank 2000000"),
-    "alpha": ({"lora_alpha": float("nan")}, "no such number"),
-    "rank of 400 digits": ({"r": 10**400}, "no such number"),
+    "alpha": ({"lora_alpha": float("nan")}, "lora_alpha: "),
+    "rank of 400 digits": ({"r": 10**400}, "r: above"),
     "dora": ({"use_dora": True}, "has no magnitudes"),
     "replication": ({"layer_replication": [[0, 4], [0, 400]]}, "setting 'layer_replication'"),
-    "pissa": ({"init_lora_weights": "pissa"}, "changed the weights below"),
+    "pissa": ({"init_lora_weights": "pissa"}, "changed the weights below it"),
 }
 
 
@@ -287,7 +287,7 @@ def test_settings_of_strangers_are_bounded(case: str, tmp_path: Path) -> None:
         (Written({f"transformer.{'a' * 400}.lora_A.weight": torch.zeros(1)}), "which no layer is called"),
         (
             Written({"a.lora_A.weight": torch.zeros(1)}, metadata={"lora_adapter_metadata": "[" * 100_000}),
-            "that are no JSON",
+            "that are no JSON object",
         ),
         (Written({"a.lora_A.weight": torch.zeros(1)}, metadata={"lora_adapter_metadata": " " * (5 << 20)}), "4 MiB"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import diffusers
@@ -12,136 +11,10 @@ from diffusers.guiders import AdaptiveProjectedGuidance, AutoGuidance, Classifie
 from diffusers.hooks import FasterCacheConfig, LayerSkipConfig
 
 import ditmesh
-from ditmesh.engine import denoisers, engine_of
-from ditmesh.layout import layout_of
 from support.models import relative_error, stirred
 from support.more_pipelines import FAMILIES, arguments, draw
-from support.sample import sampled
 
 TOLERANCE = 1e-4  # of latents; float32
-STEPS = 3
-
-BATCHED = [name for name, family in FAMILIES.items() if family.guidance == "batched"]
-SEQUENTIAL = [name for name, family in FAMILIES.items() if family.guidance == "sequential"]
-
-
-@dataclass
-class Seen:
-    """What one rank saw of a parallel call.
-
-    Attributes:
-        own: the largest error of any result against its own prompt drawn alone by the unmodified pipeline.
-        other: the smallest difference of any result from another prompt drawn with the same noise.
-        runs: how often this rank ran the first block of each transformer.
-        rows: rows of the batch in each of these runs, transformer by transformer; ``alone``: in those of
-            one prompt on one device.
-        sent: bytes this rank sent, by axis.
-    """
-
-    own: float
-    other: float
-    runs: list[int]
-    rows: list[int]
-    alone: list[int]
-    sent: dict[str, int]
-
-
-def seen(name: str, config: dict[str, Any], prompts: list[int]) -> Seen:
-    """Draws the prompts together, in parallel, and each alone, in the same process."""
-    pipe = FAMILIES[name].make()
-    models = denoisers(pipe)
-    rows: list[list[int]] = [[] for _ in models]
-    handles = []
-    for model, found in zip(models, rows, strict=True):
-        layout = layout_of(model)
-        assert layout is not None
-        block = model.get_submodule(layout.regions[0].blocks)[0]
-
-        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[int] = found) -> None:
-            found.append(len(args[0] if args else kwargs["hidden_states"]))
-
-        handles.append(block.register_forward_pre_hook(note, with_kwargs=True))
-    try:
-        alone = [draw(name, pipe, [prompt], row, STEPS)[0] for row, prompt in enumerate(prompts)]
-        others = [draw(name, pipe, [prompt + 5], row, STEPS)[0] for row, prompt in enumerate(prompts)]
-        # Of one picture of those that were drawn alone, transformer by transformer.
-        rows_alone = [count for found in rows for count in found[: len(found) // (2 * len(prompts))]]
-        for found in rows:
-            found.clear()
-        with ditmesh.parallelized(pipe, config):
-            together = draw(name, pipe, prompts, 0, STEPS)
-            sent = dict(engine_of(pipe).mesh.traffic.bytes_sent)
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert together.shape == torch.stack(alone).shape
-    return Seen(
-        own=max(relative_error(result, truth) for result, truth in zip(together, alone, strict=True)),
-        other=min(relative_error(result, truth) for result, truth in zip(together, others, strict=True)),
-        runs=[len(found) for found in rows],
-        rows=[count for found in rows for count in found],
-        alone=rows_alone,
-        sent=sent,
-    )
-
-
-def check(results: list[Seen]) -> None:
-    """Every result is its own prompt's, and a mixed-up prompt would have shown."""
-    for result in results:
-        assert result.own < TOLERANCE
-        assert result.other > 100 * TOLERANCE
-
-
-@pytest.mark.parametrize("name", sampled(FAMILIES, of=2))
-def test_tokens_over_two_ranks(ranks, name):
-    results = ranks(2).run(seen, name, {"ulysses": 2}, [1])
-    check(results)
-    for result in results:
-        assert result.rows == result.alone
-        assert sum(result.sent.values()) > 0
-
-
-@pytest.mark.parametrize("name", sampled(FAMILIES, of=3))
-def test_three_prompts_over_two_ranks(ranks, name):
-    results = ranks(2).run(seen, name, {"data": 2}, [1, 2, 3])
-    check(results)
-    # No row is computed twice.
-    for runs, alone in zip(zip(*(result.rows for result in results), strict=True), results[0].alone, strict=True):
-        assert sum(runs) == 3 * alone
-
-
-@pytest.mark.parametrize("name", sampled(BATCHED, of=2))
-def test_batched_guidance_halves_the_rows(ranks, name):
-    results = ranks(2).run(seen, name, {"cfg": 2}, [1])
-    check(results)
-    for result in results:
-        assert result.runs == [STEPS]
-        assert [2 * rows for rows in result.rows] == result.alone
-
-
-@pytest.mark.parametrize("name", sampled(SEQUENTIAL, of=3))
-def test_sequential_guidance_runs_one_branch_per_rank(ranks, name):
-    """A transformer's first step learns what the branches are; at every other step each rank runs one."""
-    results = ranks(2).run(seen, name, {"cfg": 2}, [1])
-    check(results)
-    for result in results:
-        assert sum(result.runs) == STEPS + len(result.runs)
-        assert set(result.rows) == set(result.alone)
-
-
-@pytest.mark.matrix
-def test_guidance_in_calls_of_different_sizes(ranks):
-    """LTX-2: both branches in one call, and a third prediction, without what the streams say to one another."""
-    results = ranks(2).run(seen, "ltx2", {"cfg": 2}, [1])
-    check(results)
-    for result in results:
-        assert 2 * result.rows[0] == result.alone[0]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", sampled(["wan", "qwen_image", "pixart", "z_image", "ltx2"], of=2))
-def test_guidance_and_tokens_over_four_ranks(ranks, name):
-    check(ranks(4).run(seen, name, {"cfg": 2, "ulysses": 2}, [1, 2]))
 
 
 # --- guidance that diffusers' guiders compute ------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,7 @@ import torch.distributed as dist
 import ditmesh
 from ditmesh.comm.objects import gather_objects
 from ditmesh.core import digests
-from ditmesh.core.alignment import ALIGNMENT, rounded_up
-from ditmesh.followers import shared_memory
-from ditmesh.followers.messages import from_bytes
+from ditmesh.core.alignment import ALIGNMENT
 from ditmesh.generate import one_copy
 from ditmesh.generate.model_info import find_model
 from support.tiny import save_tiny_ltx
@@ -132,16 +130,6 @@ def test_converted_weights_are_one_copy_that_nobody_writes_to(ranks: Any, folder
         assert found["differ"] == [found["first"]]
 
 
-def test_the_first_rank_says_why_it_could_not_load_for_all(caplog: pytest.LogCaptureFixture):
-    def load() -> Any:
-        raise MemoryError("no room for the transformer")
-
-    with caplog.at_level("WARNING", one_copy.__name__), ExitStack() as files:
-        assert one_copy._loaded(["transformer"], load, files) == (None, None)
-    (record,) = caplog.records
-    assert "MemoryError: no room for the transformer" in record.getMessage()
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("breaks", ["load", "open"])
 def test_without_the_one_copy_every_rank_loads_for_itself(ranks: Any, folder: Path, breaks: str):
@@ -157,42 +145,3 @@ def test_components_with_weights_are_shared_if_there_are_many(folder: Path, monk
     monkeypatch.setattr(one_copy, "MIN_SHARED_BYTES", 1)
     assert [name for name, _ in one_copy.shareable_components(info)] == ["text_encoder", "transformer", "vae"]
     assert [name for name, _ in one_copy.shareable_components(info, ["transformer"])] == ["text_encoder", "vae"]
-
-
-def filled(values: list[torch.Tensor], huge: bool, slow: bool) -> list[torch.Tensor]:
-    """What another view of a room has of tensors that were put there."""
-    with ExitStack() as files:
-        room = shared_memory.MemoryFile(files)
-        room.grow(sum(rounded_up(one.nbytes) for one in values))
-        if not huge:
-            room._shared = None
-        starts = [room.put(one) for one in values]
-        room.finish()
-        assert not slow or not room._huge or False in room._huge
-        memory = shared_memory.map_place(room.place)
-    return [
-        from_bytes(memory[start : start + one.nbytes], tuple(one.shape), one.dtype)
-        for start, one in zip(starts, values, strict=True)
-    ]
-
-
-@pytest.mark.parametrize(("huge", "slow"), [(True, False), (True, True), (False, False)])
-def test_a_room_has_what_was_put_there(monkeypatch: pytest.MonkeyPatch, huge: bool, slow: bool):
-    """With huge pages, with some where they take long, and with ordinary ones; also across their steps."""
-    if slow:
-        monkeypatch.setattr(shared_memory, "SLOW", 0.0)
-    values = [torch.randn(3, 5), torch.randn(1 << 23).bfloat16(), torch.randn(1000, 777).t(), torch.tensor(2.5)]
-    for found, one in zip(filled(values, huge, slow), values, strict=True):
-        assert torch.equal(found, one)
-        assert found.data_ptr() % ALIGNMENT == 0
-
-
-def test_a_file_that_was_replaced_is_not_opened(tmp_path: Path):
-    path = tmp_path / "weights"
-    path.write_bytes(b"one")
-    place = shared_memory.Place(0, str(path), 3, shared_memory.file_state(str(path)))
-    assert bytes(shared_memory.map_place(place).tolist()) == b"one"
-    (tmp_path / "other").write_bytes(b"two")
-    (tmp_path / "other").rename(path)
-    with pytest.raises(OSError, match="has changed meanwhile"):
-        shared_memory.map_place(place)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -90,15 +87,6 @@ def test_pictures_are_those_of_one_device_and_generators_advance(pipe: RemotePip
     assert all(map(torch.equal, states, wanted_states))
 
 
-def test_without_a_generator_this_process_s_own_is_used(pipe: RemotePipeline, local: Any) -> None:
-    results = []
-    for one in (pipe, local):
-        torch.manual_seed(7)
-        results.append((latents(one, generator=None), torch.get_rng_state()))
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=TOLERANCE)
-    assert torch.equal(results[0][1], results[1][1])
-
-
 def test_arguments_by_position_tensors_and_tuples(pipe: RemotePipeline, local: Any) -> None:
     text, negative, pooled, negative_pooled = local.encode_prompt(PROMPT, PROMPT, PROMPT)
     given = {
@@ -120,16 +108,6 @@ def test_arguments_by_position_tensors_and_tuples(pipe: RemotePipeline, local: A
         pipe(PROMPT, **arguments())
 
 
-def test_the_progress_bar_is_here(pipe: RemotePipeline, capfd: pytest.CaptureFixture[str]) -> None:
-    shown = io.StringIO()
-    pipe.set_progress_bar_config(file=shown, desc="fox")
-    latents(pipe)
-    pipe.set_progress_bar_config(disable=True)
-    assert "fox: 100%" in shown.getvalue()
-    assert f"{STEPS}/{STEPS}" in shown.getvalue()
-    assert "%" not in capfd.readouterr().err
-
-
 def test_every_step_is_told_and_can_be_the_last(pipe: RemotePipeline, local: Any) -> None:
     told: list[tuple[int, int | None]] = []
 
@@ -149,17 +127,6 @@ def test_every_step_is_told_and_can_be_the_last(pipe: RemotePipeline, local: Any
     assert [done for done, _ in told] == [1, 2]
     pipe.set_progress_bar_config(disable=True)
     assert_works(pipe, local)
-
-
-@pytest.mark.matrix
-def test_steps_of_a_pipeline_without_a_callback(ranks2: ditmesh.Ranks) -> None:
-    # Its bar goes over a tensor.
-    pipe = ranks2.load("emoji-dit-s", {"ulysses": 2})
-    told: list[tuple[int, int | None]] = []
-    pipe.set_progress_bar_config(disable=True, on_update=lambda *steps: told.append(steps))
-    pipe([0], num_inference_steps=STEPS, generator=torch.Generator().manual_seed(0))
-    assert told == [(n, STEPS) for n in range(1, STEPS + 1)]
-    pipe.close()
 
 
 def test_another_class_on_the_same_components(pipe: RemotePipeline, local: Any, ranks2: ditmesh.Ranks) -> None:
@@ -225,32 +192,6 @@ def test_a_callback_runs_here_and_changes_all_ranks(pipe: RemotePipeline, local:
         torch.testing.assert_close(one[2], other[2], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.matrix
-def test_callbacks_of_diffusers_run_on_the_ranks(pipe: RemotePipeline, local: Any) -> None:
-    from diffusers.callbacks import SD3CFGCutoffCallback
-
-    cut_off = SD3CFGCutoffCallback(cutoff_step_ratio=None, cutoff_step_index=1)
-    cut = [latents(one, callback_on_step_end=cut_off) for one in (pipe, local)]
-    torch.testing.assert_close(*cut, rtol=0, atol=TOLERANCE)
-    assert (cut[0] - latents(pipe)).abs().max() > 100 * TOLERANCE
-
-
-@pytest.mark.matrix
-def test_a_callback_sees_patches_that_arrive_later(ranks2: ditmesh.Ranks, folder: Path) -> None:
-    pipe = ranks2.load(folder, {"pipe": 2, "patches": 2, "warmup": "fixed(1)"})
-    pipe.set_progress_bar_config(disable=True)
-    seen: list[torch.Tensor] = []
-
-    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        seen.append(tensors["latents"].clone())
-        return tensors
-
-    assert torch.equal(latents(pipe, callback_on_step_end=callback), latents(pipe))
-    assert torch.equal(seen[-1], latents(pipe))
-    assert len(seen) == STEPS
-    pipe.close()
-
-
 # ---- errors
 
 
@@ -293,12 +234,6 @@ def test_an_error_of_one_rank_alone(ranks2: ditmesh.Ranks, pipe: RemotePipeline,
     assert_works(pipe, local)
 
 
-def test_a_pipeline_in_its_own_callback_is_refused(pipe: RemotePipeline, local: Any) -> None:
-    with pytest.raises(InputError, match="use them after the call has returned"):
-        latents(pipe, callback_on_step_end=lambda *step: latents(pipe))
-    assert_works(pipe, local)
-
-
 def press_ctrl_c(after: float) -> threading.Timer:
     timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -325,26 +260,6 @@ def test_ctrl_c_interrupts_a_call_and_leaves_the_ranks(pipe: RemotePipeline, loc
     with pytest.raises(KeyboardInterrupt):
         latents(pipe, callback_on_step_end=lambda *step: press_ctrl_c(0.2) and time.sleep(60))
     assert_works(pipe, local)
-
-
-@pytest.mark.usefixtures("ctrl_c_interrupts")
-def test_ctrl_c_twice_or_in_another_call_ends_the_ranks(folder: Path) -> None:
-    with ditmesh.Ranks(1, device="cpu", threads=1) as ranks:
-        pipe = ranks.load(folder)
-        timer = press_ctrl_c(0.5)
-        with pytest.raises(KeyboardInterrupt):
-            ranks.run(time.sleep, 60)
-        timer.join()
-        with pytest.raises(ConfigError, match=r"these Ranks are closed \(a call was broken off\); make new ones"):
-            pipe(PROMPT)
-        pipe.close()
-
-
-def test_a_pipeline_of_other_ranks_is_refused(ranks2: ditmesh.Ranks, pipe: RemotePipeline, folder: Path) -> None:
-    with ditmesh.Ranks(1, device="cpu", threads=1) as ranks:
-        ranks.load(folder)
-        with pytest.raises(ConfigError, match="is of other Ranks"):
-            ranks.run(type, pipe)
 
 
 # ---- methods and attributes
@@ -395,15 +310,6 @@ def test_the_scheduler_is_assigned(pipe: RemotePipeline, local: Any) -> None:
         pipe.scheduler = {}
 
 
-def test_methods_of_the_vae(ranks2: ditmesh.Ranks, pipe: RemotePipeline) -> None:
-    pipe.enable_vae_tiling()
-    pipe.enable_vae_slicing()
-    assert ranks2.run(lambda pipe: (pipe.vae.use_tiling, pipe.vae.use_slicing), pipe) == [(True, True)] * 2
-    pipe.disable_vae_tiling()
-    pipe.disable_vae_slicing()
-    assert ranks2.run(lambda pipe: (pipe.vae.use_tiling, pipe.vae.use_slicing), pipe) == [(False, False)] * 2
-
-
 def test_anything_else_says_what_to_do(ranks2: ditmesh.Ranks, pipe: RemotePipeline) -> None:
     with pytest.raises(AttributeError, match=r"'vae' of this StableDiffusion3Pipeline is on its ranks; use ranks.run"):
         _ = pipe.vae
@@ -419,27 +325,6 @@ def test_anything_else_says_what_to_do(ranks2: ditmesh.Ranks, pipe: RemotePipeli
 
 
 # ---- several pipelines, several threads
-
-
-@pytest.mark.matrix
-def test_several_pipelines_and_one_closed(
-    ranks2: ditmesh.Ranks, pipe: RemotePipeline, local: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A path is of this process's folder, which may change.
-    monkeypatch.chdir(folder.parent)
-    other = ranks2.load(folder.name, {"ulysses": 2}, torch_dtype=torch.float32)
-    other.set_progress_bar_config(disable=True)
-    torch.testing.assert_close(latents(other), latents(local), rtol=0, atol=TOLERANCE)
-    assert_works(pipe, local)
-    before = ranks2.run(on_rank.transformers)
-    other.close()
-    other.close()
-    assert ranks2.run(on_rank.transformers) == [count - 1 for count in before]
-    with pytest.raises(ConfigError, match="this StableDiffusion3Pipeline was closed; load it again"):
-        other(PROMPT)
-    with pytest.raises(ConfigError, match="was closed"):
-        other.unload_lora_weights()
-    assert_works(pipe, local)
 
 
 def test_what_cannot_be_loaded_leaves_the_ranks(
@@ -458,35 +343,6 @@ def test_what_cannot_be_loaded_leaves_the_ranks(
     assert_works(pipe, local)
 
 
-@pytest.mark.matrix
-def test_ranks_that_load_differently_are_closed_if_pipelines_lose_their_groups(folder: Path) -> None:
-    with ditmesh.Ranks(2, device="cpu", threads=1) as ranks:
-        with pytest.raises(ArithmeticError, match=r"not on rank [01]"):
-            ranks.load(folder, {"cfg": 2}, vae=on_rank.Unreadable())
-        assert len(ranks.run(time.time)) == 2
-        pipe = ranks.load(folder, {"cfg": 2})
-        with pytest.raises(ArithmeticError, match=r"not on rank [01]"):
-            ranks.load(folder, {"cfg": 2}, vae=on_rank.Unreadable())
-        with pytest.raises(ConfigError, match=r"these Ranks are closed \(loading failed .*make new ones"):
-            pipe(PROMPT)
-
-
-def test_threads_take_turns(pipe: RemotePipeline, local: Any) -> None:
-    drawn: dict[str, torch.Tensor] = {}
-
-    def draw(prompt: str) -> None:
-        drawn[prompt] = latents(pipe, prompt=prompt)
-
-    threads = [threading.Thread(target=draw, args=(prompt,)) for prompt in ("a cactus", "a car")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for prompt, got in drawn.items():
-        torch.testing.assert_close(got, latents(local, prompt=prompt), rtol=0, atol=TOLERANCE)
-    assert len(drawn) == 2
-
-
 def test_a_rank_that_dies_closes_the_ranks_with_a_sentence() -> None:
     with ditmesh.Ranks(1, device="cpu", threads=1) as ranks:
         with pytest.raises(RankFailed, match="was killed by SIGKILL"):
@@ -496,41 +352,6 @@ def test_a_rank_that_dies_closes_the_ranks_with_a_sentence() -> None:
 
 
 # ---- inside an application
-
-APPLICATION = """
-import sys, threading
-import ditmesh
-
-print("the application starts", flush=True)
-failed = []
-
-def work():
-    try:
-        with ditmesh.Ranks(2, device="cpu", threads=1, import_main=False) as ranks:
-            pipe = ranks.load(sys.argv[1], {"cfg": 2})
-            pipe("a red fox", num_inference_steps=1)
-            print(ranks.run(abs, -1), flush=True)
-    except BaseException as error:
-        failed.append(error)
-
-thread = threading.Thread(target=work)
-thread.start()
-thread.join()
-sys.exit(bool(failed) and f"{failed[0]!r}")
-"""
-
-
-@pytest.mark.matrix
-def test_ranks_of_an_application_s_thread_do_not_start_it_again(folder: Path, tmp_path: Path) -> None:
-    program = tmp_path / "application.py"
-    program.write_text(APPLICATION)
-    mark, environment = processes.marked({})
-    done = subprocess.run(
-        [sys.executable, str(program), str(folder)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["the application starts", "[1, 1]"]
-    assert not processes.wait_until_gone(mark, 10)
 
 
 # ---- a notebook

@@ -54,13 +54,6 @@ def test_a_receipt_survives_with_the_pixels(tmp_path: Path) -> None:
         assert (numpy.asarray(image) == numpy.asarray(picture())).all()
 
 
-def test_writing_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
-    write_png(picture(), tmp_path / "a.png", receipt(index=1))
-    write_png(picture(), tmp_path / "a.png", receipt(index=2))
-    assert read_receipt(tmp_path / "a.png").index == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
-
-
 def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path):
     """Whoever reads meanwhile has the file from before."""
     path = tmp_path / "file"
@@ -82,10 +75,6 @@ def test_a_write_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pyte
         write_png(picture(), tmp_path / "a.png", receipt(index=2))
     assert read_receipt(tmp_path / "a.png").index == 1
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
-
-
-def test_versions_name_what_computes() -> None:
-    assert {"python", "ditmesh", "torch", "diffusers", "transformers"} <= set(library_versions())
 
 
 def test_files_without_a_receipt_are_refused_clearly(tmp_path: Path) -> None:
@@ -134,18 +123,11 @@ def with_text(path: Path, text: str, compressed: bool = False) -> Path:
     ("changes", "says"),
     [
         ({"place": 7}, "place 7 is none of 1 images"),
-        ({"together": 10**6}, "together"),
         ({"together": 1000, "width": 1024, "height": 1024}, "too much for one call"),
-        ({"steps": 10**9}, "steps"),
         ({"steps": 10**30}, "steps"),
-        ({"seed": 10**30}, "seed"),
         ({"dtype": "__class__"}, "dtype"),
-        ({"device": "mps:0"}, "device"),
         ({"devices": 10**9}, "devices"),
         ({"guidance": float("nan")}, "guidance"),
-        ({"seconds": float("inf")}, "seconds"),
-        ({"max_sequence_length": 10**9}, "max_sequence_length"),
-        ({"width": 0}, "width"),
         ({"prompt": "x" * 200_000}, "prompt"),
     ],
     ids=str,

@@ -55,7 +55,6 @@ COLLECTIVES = {
     "generate/run.py",
     "generate/shares.py",
     "memory/check.py",
-    "memory/peaks.py",
     "launch/torchrun.py",
     "strategies/checked.py",
     "strategies/determinism.py",

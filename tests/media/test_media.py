@@ -7,7 +7,6 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,9 @@ from ditmesh.generate.files import input_picture
 from ditmesh.generate.job import check_content, job_for
 from ditmesh.generate.model_info import find_model
 from ditmesh.media.files import open_part
-from ditmesh.media.images import as_seen, image_size, read_image, read_mask
+from ditmesh.media.images import image_size, read_image, read_mask
 from ditmesh.media.videos import frame_size, read_frames
-from ditmesh.quality.pictures import as_picture
 from ditmesh.request import PictureRequest
-from ditmesh.serve.http.errors import Refused
-from ditmesh.serve.http.uploads import Uploads
-from ditmesh.train.data.reading import read_samples
-from ditmesh.train.data.samples import pixels
-from support.train import configured, settings
 
 # Shown 48 wide and 96 high: red above blue.
 UPRIGHT = np.zeros((96, 48, 3), np.uint8)
@@ -87,13 +80,6 @@ def test_images_are_upright(orientation, kind):
     assert found.shape == (96, 48, 3)
     assert close(found[10, 24], RED)
     assert close(found[85, 24], BLUE)
-
-
-def test_exif_that_is_broken_is_ignored(caplog):
-    assert seen(file_of(UPRIGHT, "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")).shape == (96, 48, 3)
-    exif = Image.Exif()
-    exif[0x0112] = 9
-    assert seen(file_of(UPRIGHT, "JPEG", exif=exif)).shape == (96, 48, 3)
 
 
 # --- samples -----------------------------------------------------------------------------------------------------
@@ -280,11 +266,6 @@ def test_what_breaks_off_is_named(kind):
             read_image(io.BytesIO(content[:length]), "a file")
 
 
-def test_only_formats_of_images_are_read():
-    with pytest.raises(InputError, match="is not an image"):
-        read_image(io.BytesIO(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"), "a program")
-
-
 def test_what_is_no_file_is_named_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
@@ -371,18 +352,6 @@ def test_pixels_of_videos_are_square():
     assert frame_size(io.BytesIO(content), "a video") == (96, 96)
 
 
-def test_transparent_videos_are_over_white():
-    av = pytest.importorskip("av")
-    out = io.BytesIO()
-    values = np.dstack([UPRIGHT, np.full((96, 48), 128, np.uint8)])
-    with av.open(out, "w", format="mov") as container:
-        stream = container.add_stream("qtrle", rate=8)
-        stream.width, stream.height, stream.pix_fmt = 48, 96, "argb"
-        container.mux(stream.encode(av.VideoFrame.from_ndarray(values, format="rgba").reformat(format="argb")))
-        container.mux(stream.encode())
-    assert close(np.asarray(read_frames(out.getvalue(), "a video")[0])[10, 24], (255, 127, 127))
-
-
 def test_videos_that_cannot_be_shown():
     for content, words in (
         (b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n", "read as a video"),
@@ -397,53 +366,6 @@ def test_videos_that_cannot_be_shown():
 
 
 # --- the same reader everywhere ------------------------------------------------------------------------------------
-
-
-def test_servers_read_as_training_does():
-    uploads = Uploads(10**6)
-    for content, expected in ((file_of(DEEP), GREY), (file_of(ALPHA), (127, 127, 127)), (deep_rgb(), GREY)):
-        png, _ = uploads._png(content, "image", False)
-        assert close(np.asarray(Image.open(io.BytesIO(png)))[4, 1], expected)
-    png, size = uploads._png(turned(6, "JPEG"), "image", False)
-    assert size == (48, 96)
-    png, _ = uploads._png(file_of(DEEP), "mask", True)
-    assert np.asarray(Image.open(io.BytesIO(png)))[4, 1] == 128
-    for content in (b"", b"text", file_of(UPRIGHT)[:40], bomb(13000), file_of(UPRIGHT, "TIFF")):
-        with pytest.raises(Refused) as refused:
-            uploads._png(content, "image", False)
-        assert refused.value.status == 400
-        assert str(refused.value).startswith("image ")
-
-
-def test_comparisons_see_images_alike():
-    assert close(as_picture(DEEP)[4, 1] * 255, GREY)
-    assert close(as_picture(ALPHA)[4, 1] * 255, (127, 127, 127))
-
-
-def test_heads_of_files_are_enough(tmp_path):
-    noise = np.random.default_rng(0).integers(0, 255, (256, 256, 3), np.uint8)
-    for number in range(8):
-        Image.fromarray(noise).save(tmp_path / f"{number}.png")
-        (tmp_path / f"{number}.txt").write_text("noise")
-
-    def so_far() -> int:
-        lines = Path("/proc/self/io").read_text().splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith("rchar")))
-
-    config = configured(settings(tmp_path, tmp_path))
-    read_samples(config.data, "text")
-    before = so_far()
-    assert len(read_samples(config.data, "text").good) == 8
-    # 1.6 MB of images.
-    assert so_far() - before < 200_000
-
-
-def test_long_images_do_not_fill_the_memory():
-    values = np.zeros((1, 3000, 3), np.uint8)
-    values[:, 1400:1600] = 255
-    assert pixels(Image.fromarray(values), (64, 64)).shape == (3, 64, 64)
-    assert float(pixels(Image.fromarray(values), (64, 64)).min()) == 1.0
-    assert as_seen(Image.fromarray(values), "a line").size == (3000, 1)
 
 
 def test_a_mask_that_the_transformer_cannot_use_is_refused(tmp_path):

@@ -20,16 +20,15 @@ from PIL import Image
 import ditmesh
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
-from ditmesh.engine import guided, refusal
+from ditmesh.engine import guided
 from ditmesh.generate.model_info import find_model
 from ditmesh.launch import RankPool
 from ditmesh.layout import layout_of
 from ditmesh.layout.describe import meta_model
 from ditmesh.memory import check
 from ditmesh.memory.catalogue import shape
-from ditmesh.memory.check import Demand, components_of_shape
+from ditmesh.memory.check import RAISE, Demand, components_of_shape
 from ditmesh.memory.sizes import workload_of
-from ditmesh.memory.unexpected import RAISE
 from ditmesh.strategies.heads import heads_of
 from support.models import tiny
 from support.pipelines import arguments, draw, sd3
@@ -100,13 +99,6 @@ def test_calls_are_shared_out_where_there_are_as_many_as_devices():
     assert "6 images are shared out" in choice.describe()
     # Groups with calls of their own share no weights.
     assert some.choose(3, 12.5e9).config.data == 1
-
-
-def test_a_class_refuses_what_its_engine_refuses():
-    model = tiny("Flux")
-    pairs = [(model, layout_of(model))]
-    assert refusal(ParallelConfig(tensor=2), pairs) is None
-    assert "heads" in str(refusal(ParallelConfig(ulysses=64), pairs))
 
 
 def test_a_mistake_in_a_prediction_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 from math import inf, log10, nan
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from ditmesh import _version
 from ditmesh.core.digests import digest
-from ditmesh.core.files import without_folder
 from ditmesh.errors import InputError
 from ditmesh.quality import metrics, perceptual, pictures
 from ditmesh.report import formatting
@@ -87,12 +83,6 @@ def test_digest_tells_bits_shapes_and_types():
     assert len(others | same) == 5
 
 
-def test_perceptual_distance_is_none_without_its_weights(monkeypatch):
-    monkeypatch.setattr(perceptual, "_file", lambda: None)
-    assert not perceptual.available()
-    assert metrics.compare(*pair(), perceptual=True).perceptual is None
-
-
 @pytest.mark.skipif(not perceptual.available(), reason=perceptual.HINT)
 def test_perceptual_distance_is_that_of_its_authors():
     """Values of stlpips_pytorch 0.0.2's own `LPIPS(net="alex", variant="shift_tolerant")`."""
@@ -119,37 +109,3 @@ def test_numbers_are_formatted_for_people():
         ("list: 1: x", "0.5"),
         ("words", "u, v"),
     ]
-
-
-def test_of_absolute_paths_the_last_name_is_shown():
-    words = {
-        "/home/ada/models/x": "x",
-        "--html=/tmp/pages/v.html": "--html=v.html",
-        "~/models/x": "x",
-        "study": "study",
-    }
-    words |= {
-        "a/b": "a/b",
-        "/imagine": "/imagine",
-        "a fox and/or an owl": "a fox and/or an owl",
-        "C:\\Users\\ada\\x": "x",
-    }
-    assert {word: without_folder(word) for word in words} == words
-
-
-def test_the_source_is_the_commit_of_a_checkout_or_else_the_version(monkeypatch, tmp_path):
-    copied = tmp_path / "ditmesh" / "_version.py"
-    copied.parent.mkdir()
-    copied.write_bytes(Path(_version.__file__).read_bytes())
-    monkeypatch.setattr(_version, "__file__", str(copied))
-    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org")
-    # Somebody's checkout that does not hold the package, such as one with a virtual environment in it.
-    subprocess.run((*git, "init", "-q"), check=True)
-    assert _version.source() == f"version {_version.__version__}"
-    subprocess.run((*git, "add", "."), check=True)
-    subprocess.run((*git, "commit", "-qm", "x"), check=True)
-    commit = subprocess.run((*git, "rev-parse", "HEAD"), check=True, capture_output=True, text=True).stdout
-    monkeypatch.setenv("GIT_DIR", "/nowhere")
-    assert _version.source() == f"commit {commit[:12]}"
-    copied.write_text("changed")
-    assert _version.source() == f"commit {commit[:12]}, changed since"

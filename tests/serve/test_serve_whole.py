@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(300)
 TEST_PATH = os.pathsep.join(path for path in sys.path if path)
 
 # What a receipt says of the run and not of the picture.
-APART: dict[str, Any] = {"seconds": 0.0, "peak_memory": None}
+APART: dict[str, Any] = {"seconds": 0.0}
 
 
 @dataclass

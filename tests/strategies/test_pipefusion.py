@@ -128,7 +128,7 @@ def test_keys_of_later_patches_are_moved_on_by_half_of_their_latest_change():
         if buffer.keys_values is not None:
             seen.append((step, float(buffer.keys_values[0]), float(buffer.keys_values[1])))
         buffer.begin_step(step, share)
-        buffer.keys_values = torch.tensor(float(step) ** 2), torch.tensor(-float(step) ** 2)
+        buffer.keys_values = torch.tensor(float(step) ** 2), torch.tensor(-(float(step) ** 2))
     assert [step for step, *_ in seen] == [1, 2, 3, 6, 7, 8]
     assert [key for _, key, _ in seen] == [0.0, 1.0 + 0.5, 4.0 + 1.5, 9.0, 36.0 + 13.5, 49.0]
     assert all(value == -key for _, key, value in seen)

@@ -215,22 +215,6 @@ def mend_step(pipe: Any) -> None:
     vars(pipe.scheduler).pop("step")
 
 
-def transformers() -> int:
-    """How many transformers this rank holds."""
-    import gc
-
-    from diffusers import SD3Transformer2DModel
-
-    return sum(isinstance(one, SD3Transformer2DModel) for one in gc.get_objects())
-
-
-class Unreadable:
-    """What no rank can unpickle, each for a reason of its own."""
-
-    def __reduce__(self) -> Any:
-        return _refuse_by_rank, ()
-
-
 def _refuse_by_rank() -> None:
     import torch.distributed as dist
 

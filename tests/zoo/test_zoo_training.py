@@ -62,41 +62,6 @@ def test_pictures_are_laid_on_white_and_near_copies_left_out(archive: Path):
     assert len(pictures.wider) == 1  # neither the chosen ones nor the one with a skin tone
 
 
-@pytest.mark.parametrize("line", ["1f98a", "1f98a | ", "1f98a | a fox\n1f335 | a fox"])
-def test_a_bad_caption_table_is_refused(tmp_path: Path, line: str):
-    from training.data import read_entries
-
-    table = tmp_path / "captions.txt"
-    table.write_text(line, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"captions\.txt:\d"):
-        read_entries(table)
-
-
-def test_every_word_of_a_caption_is_one_token_and_other_words_are_spelled(tmp_path: Path):
-    from training import text
-
-    tokenizer = text.make_tokenizer(["a red fox", "a cactus"], tmp_path)
-    assert tokenizer.tokenize("a picture of a Red fox") == [
-        "a</w>",
-        "picture</w>",
-        "of</w>",
-        "a</w>",
-        "red</w>",
-        "fox</w>",
-    ]
-    assert len(tokenizer.tokenize("zebra")) > 1
-    nothing = tokenizer("", padding="max_length", truncation=True)["input_ids"]
-    assert nothing == [tokenizer.bos_token_id] + [tokenizer.eos_token_id] * (text.MAX_TOKENS - 1)
-
-
-def test_the_learning_rate_rises_stays_and_falls_to_zero():
-    from training.loop import Plan
-
-    plan = Plan(steps=100, batch=1, rate=2.0, warmup=10, cooldown=0.5)
-    assert [plan.rate_at(step) for step in (0, 9, 30, 50, 75)] == [0.2, 2.0, 2.0, 2.0, 1.0]
-    assert plan.rate_at(100) == 0.0
-
-
 def test_training_resumes_bit_equal(archive: Path, tmp_path: Path):
     from training.data import build
     from training.loop import Plan
@@ -117,51 +82,6 @@ def test_training_resumes_bit_equal(archive: Path, tmp_path: Path):
     once, twice = trained(tmp_path / "a.pt", (None,)), trained(tmp_path / "b.pt", (1, 3, None))
     assert once.keys() == twice.keys()
     assert all(torch.equal(once[key], twice[key]) for key in once)
-
-
-def test_clothes_get_an_edge_and_lose_it_again():
-    from training.fashion_data import narrow, widen
-
-    pictures = grey(3)[0]
-    wide = widen(pictures)
-    assert wide.shape == (3, 32, 32, 3)
-    assert not wide[:, :2].any()
-    assert np.array_equal(narrow(wide), pictures)
-
-
-def test_a_picture_keeps_its_captions_in_its_copies():
-    from training.data import Entry
-    from training.emoji import AS_WRITTEN, COPIES, wordings
-
-    said = wordings(Entry("1f98a", ("a red fox", "a fox")), 0)
-    assert len(said) == COPIES
-    assert said[:AS_WRITTEN].count("a red fox") == said[:AS_WRITTEN].count("a fox") == AS_WRITTEN / 2
-    assert not {"a red fox", "a fox"} & set(said[AS_WRITTEN:])
-    assert all("fox" in one for one in said)
-
-
-def test_videos_move_as_their_captions_say():
-    from training.motion import FRAMES, MOTIONS, judge, video
-
-    # A black disc on white.
-    down, across = np.indices((64, 64)) - 31.5
-    picture = np.where((down**2 + across**2 < 24**2)[..., None], 0, 255).repeat(3, 2).astype(np.uint8)
-    videos = np.stack([video(picture, motion) for motion in MOTIONS])
-    assert videos.shape == (len(MOTIONS), FRAMES, 64, 64, 3)
-    dark = 255.0 - videos[..., 0]
-    weight = dark.sum((2, 3))
-    x, y = ((dark * one).sum((2, 3)) / weight for one in (across, down))
-    moved = np.stack([x[:, -1] - x[:, 0], y[:, -1] - y[:, 0]], axis=1)
-    expected = [[MOTIONS[motion][0] * 26, MOTIONS[motion][1] * 26] for motion in MOTIONS]
-    assert np.allclose(moved, expected, atol=0.5)
-    grown = weight[:, -1] / weight[:, 0]
-    assert np.allclose(grown[:4], 1, atol=0.02)
-    assert grown[4] > 4
-    assert grown[5] < 1 / 4
-    noisy = np.clip(videos[2].astype(int) + np.random.default_rng(0).integers(-40, 41, videos[2].shape), 0, 255)
-    place, level = judge(noisy, videos)
-    assert place == 2
-    assert 15 < level < 30
 
 
 @pytest.fixture

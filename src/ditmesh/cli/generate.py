@@ -41,7 +41,6 @@ from .values import fetched, parallel_config, picture_job, read_prompts, videos_
 if TYPE_CHECKING:
     from ..generate.job import Generated, PictureJob
     from ..generate.model_info import ModelInfo
-    from ..generate.receipt import Receipt
     from ..launch import Launcher, MessageSink
 
 
@@ -196,9 +195,10 @@ def _on_ranks(
     compare: bool,
     began: float,
 ) -> dict[str, Any] | None:
-    """Generate, and again on one rank if ``compare``.
+    """Generate. What to say about it; None: another process says it.
 
-    What to say about it; None: another process says it. ``began``: when the command did, by `time.perf_counter`.
+    Args:
+        began: when the command did, by `time.perf_counter`.
     """
     # If torchrun has started the ranks, this process is one of them.
     name = "torchrun" if torchrun_rank() is not None else ranks.launcher
@@ -218,7 +218,6 @@ def _on_ranks(
         "devices": world_size,
         "device": kind,
         "threads": threads,
-        "peak_memory": total_peaks([picture.receipt for picture in made]),
         **facts,
         "total_seconds": time.perf_counter() - began,
     }
@@ -295,7 +294,7 @@ def progress(
                         facts["config"] = message.config
                     progress.update(task, description=what, total=message.steps * job.total)
                 elif isinstance(message, UserNote):
-                    _above(progress, message.text)
+                    progress.console.print(f"ditmesh: {message.text}", markup=False, highlight=False, soft_wrap=True)
                 elif isinstance(message, StepDone):
                     words = f"{what}, {message.note}" if message.note else what
                     # The schedule gives the number of steps: Heun has nearly twice the requested number.
@@ -316,10 +315,6 @@ def progress(
         raise
 
 
-def _above(progress: Any, text: str) -> None:
-    progress.console.print(f"ditmesh: {text}", markup=False, highlight=False, soft_wrap=True)
-
-
 def short(result: dict[str, Any]) -> dict[str, Any]:
     """The result without fields that are the same for all images or are in their files: see --json=full."""
     always, sometimes = ("path", "prompt", "seed", "together", "place"), VIDEO
@@ -332,17 +327,6 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
         ],
         "config": settings,
     }
-
-
-def total_peaks(receipts: Sequence[Receipt]) -> list[dict[str, int]]:
-    """The peak memory of every rank over several images, by phase."""
-    measured = [receipt.peak_memory or [] for receipt in receipts]
-    peaks: list[dict[str, int]] = [{} for _ in range(max(map(len, measured), default=0))]
-    for ranks in measured:
-        for peak, phases in zip(peaks, ranks, strict=False):
-            for phase, taken in phases.items():
-                peak[phase] = max(taken, peak.get(phase, 0))
-    return peaks
 
 
 def _say(result: dict[str, Any]) -> Report:

@@ -9,16 +9,9 @@ from ..report.report import Report, StyledText
 from ..request import parse_size
 from .options import (
     AsJson,
-    AtOnce,
-    Branches,
-    ConfigFile,
     ConfigOptions,
-    Frames,
     ModelArgument,
-    PredictedDevices,
-    Size,
-    TextTokens,
-    WeightsDType,
+    PredictedOptions,
     with_groups,
 )
 from .show import emit
@@ -34,15 +27,8 @@ if TYPE_CHECKING:
 def inspect(
     *,
     model: ModelArgument = "",
-    size: Size = None,
-    devices: PredictedDevices = None,
-    config: ConfigFile = None,
+    asked: PredictedOptions,
     parallel: ConfigOptions,
-    frames: Frames = None,
-    tokens: TextTokens = None,
-    pictures: AtOnce = 1,
-    guidance: Branches = None,
-    dtype: WeightsDType = "bfloat16",
     as_json: AsJson = False,
 ) -> None:
     """Show a model's parameters and token counts.
@@ -59,20 +45,20 @@ def inspect(
     from .. import zoo
     from ..generate.model_info import find_model
 
-    wanted, settings = parse_size(size), parallel.settings()
+    parse_size(asked.size)
+    settings = parallel.settings()
     info = find_model(model or str(zoo.path()))
     # It takes torch along, which a mistake does not wait for.
     from ..layout.describe import layout_of_class
-    from ..memory.sizes import workload_of
 
-    workload = workload_of(info, wanted, tokens, pictures, guidance, frames)
+    workload = asked.workload(info)
     layout = layout_of_class(info.transformer_class, info.transformer)
     facts = _facts(info, layout, workload)
-    if settings or devices is not None or config is not None:
-        chosen = config_or_devices(devices, config, settings)
+    if settings or asked.devices is not None or asked.config is not None:
+        chosen = config_or_devices(asked.devices, asked.config, settings)
         if isinstance(chosen, int):
             chosen = ParallelConfig.auto(chosen, info.heads or 1)
-        facts |= _layers(info.transformer_class, info.transformer, layout, chosen, dtype)
+        facts |= _layers(info.transformer_class, info.transformer, layout, chosen, asked.dtype)
     emit(facts, as_json, _say)
 
 
@@ -101,7 +87,7 @@ def _layers(transformer: str, sizes: Any, layout: TokenLayout, config: ParallelC
 
     from .. import recipe
     from ..layout.describe import meta_model
-    from ..memory.anatomy import layers_around
+    from ..memory.walk import layers_around
 
     recipe.check_recipe(recipe.RECIPE, config, [(meta_model(transformer, sizes), layout)])
     layers = layers_around(transformer, sizes, layout, config, getattr(torch, dtype))

@@ -10,16 +10,9 @@ from ..report.report import Report
 from ..request import parse_size
 from .options import (
     AsJson,
-    AtOnce,
-    Branches,
-    ConfigFile,
     ConfigOptions,
-    Frames,
     ModelArgument,
-    PredictedDevices,
-    Size,
-    TextTokens,
-    WeightsDType,
+    PredictedOptions,
     common_option,
     with_groups,
 )
@@ -39,15 +32,8 @@ def memory(
     hardware: Annotated[str, common_option(metavar="DEVICE", help="Predict for this device: h100, l40s, 4090 …")] = (
         "cpu"
     ),
-    size: Size = None,
-    devices: PredictedDevices = None,
-    config: ConfigFile = None,
+    asked: PredictedOptions,
     parallel: ConfigOptions,
-    frames: Frames = None,
-    tokens: TextTokens = None,
-    pictures: AtOnce = 1,
-    guidance: Branches = None,
-    dtype: WeightsDType = "bfloat16",
     as_json: AsJson = False,
 ) -> None:
     """Predict what every rank needs to load, encode, denoise and decode.
@@ -65,25 +51,17 @@ def memory(
         from ..train.config import TrainConfig
         from ..train.memory import predicted_training, training_report
 
-        if settings or config is not None or devices is not None:
+        if settings or asked.config is not None or asked.devices is not None:
             raise InputError(f"{model!r} gives the configuration of its run; leave --config, --devices and degrees out")
         emit(predicted_training(TrainConfig.read(model), hardware), as_json, training_report)
         return
-    wanted = parse_size(size)
+    parse_size(asked.size)
     check_planned(model or "emoji-sd3")
-    chosen = config_or_devices(devices, config, settings)
-    request = _request(model, wanted, frames, tokens, pictures, guidance)
-    emit(_needed(request, chosen, dtype, hardware), as_json, _say)
+    chosen = config_or_devices(asked.devices, asked.config, settings)
+    emit(_needed(_request(model, asked), chosen, asked.dtype, hardware), as_json, _say)
 
 
-def _request(
-    model: str,
-    size: tuple[int, int] | None,
-    frames: int | None,
-    text: int | None,
-    pictures: int,
-    guidance: bool | None,
-) -> tuple[Components, Workload, bool, str]:
+def _request(model: str, asked: PredictedOptions) -> tuple[Components, Workload, bool, str]:
     """The model's components, the request, whether guidance has two branches, and what ``generate --model`` takes."""
     import diffusers
 
@@ -92,15 +70,15 @@ def _request(
     from ..generate.model_info import find_model
     from ..memory.catalogue import shapes
     from ..memory.check import components_of, components_of_shape
-    from ..memory.sizes import workload_of
 
     shape = shapes().get(model.lower())
     if shape is None or Path(model).exists():
         info = find_model(model or zoo.path())
-        workload = workload_of(info, size, text, pictures, guidance, frames)
-        branches = guided(getattr(diffusers, info.pipeline_class, None), info.transformer)
-        return components_of(info), workload, branches if guidance is None else guidance, model
-    workload = workload_of(shape, size, text, pictures, guidance, frames)
+        branches = asked.guidance
+        if branches is None:
+            branches = guided(getattr(diffusers, info.pipeline_class, None), info.transformer)
+        return components_of(info), asked.workload(info), branches, model
+    workload = asked.workload(shape)
     return components_of_shape(shape), workload, workload.branches > 1, shape.repository
 
 
@@ -132,7 +110,7 @@ def _needed(
     if isinstance(chosen, int):
         choice = demand.choose(chosen, room)
         chosen, note = choice.config, choice.describe() if chosen > 1 else None
-    found = needs(components, chosen, workload, kind, part.runtime, part.kind)
+    found = needs(components, chosen, workload, kind, part.runtime)
     most, exceeds = max(rank.peak.total for rank in found), None
     options = chosen.options()
     if most > room:

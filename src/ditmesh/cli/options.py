@@ -102,8 +102,11 @@ else:
     Strength = request_option("strength", input_option, metavar="0..1", callback=None)
     Seed = request_option("seed", help="Set the seed of the first image; image i has seed + i.", callback=at_least(0))
 if TYPE_CHECKING:
+    from ..generate.model_info import ModelInfo
     from ..generate.receipt import Dtype
     from ..launch import DeviceChoice as Device
+    from ..memory.catalogue import Shape
+    from ..memory.sizes import Workload
 
     DType = Dtype | None
 else:
@@ -187,28 +190,16 @@ ModelArgument = Annotated[
         show_default="emoji-sd3",
     ),
 ]
-PredictedDevices = Annotated[
-    int | None, common_option("--devices", "-n", help="Predict for this many ranks.", callback=at_least(1))
-]
 ConfigFile = Annotated[
     Path | None,
     config_option("--config", "-c", metavar="FILE.yaml", help="Read the parallel configuration from this YAML file."),
-]
-TextTokens = Annotated[
-    int | None, job_option("--text-tokens", help="Set the number of tokens of a prompt.", callback=at_least(1))
 ]
 Frames = Annotated[int | None, job_option(help="Set the number of frames of a video.", callback=at_least(1))]
 AtOnce = Annotated[int, job_option(help="Set how many images are generated at once.", callback=at_least(1))]
 Branches = Annotated[
     bool | None, job_option("--guidance/--no-guidance", help="Set whether guidance runs two branches.")
 ]
-WeightsDType = Annotated[
-    str,
-    job_option(
-        help="Set the type of the weights.",
-        callback=one_of(("float32", "bfloat16", "float16"), {"bf16": "bfloat16", "fp32": "float32"}),
-    ),
-]
+WeightsDType = Annotated[str, job_option(help="Set the type of the weights.", callback=one_of(DTYPES, SHORT))]
 # What `main` makes of --json=full: the parser knows no option that may be without a value.
 JsonFull = Annotated[bool, output_option("--json-full", hidden=True)]
 AsJson = Annotated[bool, output_option("--json", help="Print the result as one JSON object on stdout.")]
@@ -332,6 +323,30 @@ class InputOptions:
         files += [adapter("controlnet", self.controlnet)] if self.controlnet is not None else []
         names = ("strength", "scheduler", "variant", "offload")
         return {"files": tuple(files)} | {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class PredictedOptions:
+    """What is predicted: the request, the ranks, and the weights."""
+
+    size: Size = None
+    devices: Annotated[
+        int | None, common_option("--devices", "-n", help="Predict for this many ranks.", callback=at_least(1))
+    ] = None
+    config: ConfigFile = None
+    frames: Frames = None
+    tokens: Annotated[
+        int | None, job_option("--text-tokens", help="Set the number of tokens of a prompt.", callback=at_least(1))
+    ] = None
+    pictures: AtOnce = 1
+    guidance: Branches = None
+    dtype: WeightsDType = "bfloat16"
+
+    def workload(self, model: ModelInfo | Shape) -> Workload:
+        """The request for a model; raises as `workload_of`."""
+        from ..memory.sizes import workload_of
+
+        return workload_of(model, parse_size(self.size), self.tokens, self.pictures, self.guidance, self.frames)
 
 
 def check_offload(how: str, device: str) -> None:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .._version import source
 from ..core.files import without_folder
 from ..errors import InputError, reason_of
 from ..report import report
@@ -61,7 +60,6 @@ def provenance(arguments: Sequence[str]) -> dict[str, Any]:
     cpu, gpus = machine["cpu"], [gpu["name"] for gpu in machine["gpus"]]
     return {
         "command line": shlex.join(map(without_folder, ("ditmesh", *arguments))),
-        "ditmesh": source(),
         "processor": f"{cpu['model']}, {count(cpu['cores'], 'core')}, {cpu['memory_gb']:g} GB",
         "GPUs": ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)) or None,
         "platform": machine["platform"],

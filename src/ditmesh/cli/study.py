@@ -207,14 +207,11 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
 
 def _check_call(info: ModelInfo, guidance: float | None, size: tuple[int, int] | None) -> None:
     """Reject models that cannot be studied, and guidance or a size that the pipeline does not accept."""
-    import diffusers
-
-    from ..generate.arguments import call_parameters, check_options, check_output
+    from ..generate.arguments import check_options, check_output
+    from ..generate.model_info import parameters_of
     from ..request import PictureRequest
 
-    kind = getattr(diffusers, info.pipeline_class, None)
-    if isinstance(kind, type):
-        parameters = call_parameters(kind)
+    if parameters := parameters_of(info.pipeline_class):
         check_output(info.pipeline_class, parameters)
         check_options(info.pipeline_class, parameters, PictureRequest(guidance=guidance), None if info.labels else size)
 

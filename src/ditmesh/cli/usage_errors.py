@@ -11,17 +11,6 @@ from ..errors import did_you_mean, problem_text
 
 # What commands write before the name and the value of a setting of the parallel configuration.
 SETTING = dict.fromkeys(("generate", "serve", "inspect", "memory"), "--set ") | {"train": "--set parallel."}
-# Options that are written in another way than before.
-MOVED = {
-    "--address": "write it behind the launcher: --launcher ray@HOST:PORT",
-    "--server": "ask a server by its images API, its page or ditmesh.Client",
-    "--deadline-ms": "deadline_ms is a field of jobs over HTTP and of ditmesh.Client",
-    "--no-memory-check": "write --memory-limit none",
-    **dict.fromkeys(("inspect --memory", "inspect --hardware"), "write ditmesh memory MODEL"),
-    **dict.fromkeys(("inspect --check", "inspect --save"), "write ditmesh layout MODEL"),
-    "inspect --explain": "leave it out: a configuration is explained",
-    **{f"{command} --model": "write the model as it is" for command in ("inspect", "memory", "layout")},
-}
 
 
 def is_usage_error(error: BaseException) -> bool:
@@ -37,7 +26,7 @@ def mistake_message(error: Any) -> str:
     command, see = path.rpartition(" ")[2], f"; see {path} --help"
     kind, message = type(error).__name__, " ".join(str(error.message).split())
     if kind == "NoSuchOption":
-        way = _moved(error.option_name, command) or _near(error.option_name, context) or see
+        way = _as_setting(error.option_name, command) or _near(error.option_name, context) or see
         return f"{command} has no option {error.option_name}{way}"
     if kind == "BadOptionUsage":
         way = "has no value; write one behind it" if "requires" in message else "takes no value; leave it out"
@@ -57,14 +46,13 @@ def mistake_message(error: Any) -> str:
     return message[:1].lower() + message[1:].rstrip(".") + see
 
 
-def _moved(name: str, command: str) -> str:
-    """What to write for an option that is none: of a setting that --set takes, and of another command or spelling."""
+def _as_setting(name: str, command: str) -> str:
+    """What to write for an option that is none, where --set takes a setting of that name."""
     setting = name.removeprefix("--").replace("-", "_")
     if command in SETTING and (plain := setting.removeprefix("no_")) in ParallelConfig.model_fields:
         value = setting_form(plain) if plain == setting else "false"
         return f"; write {SETTING[command]}{plain}={value}"
-    words = MOVED.get(name) or MOVED.get(f"{command} {name}")
-    return f"; {words}" if words else ""
+    return ""
 
 
 def _near(name: str, context: Any) -> str:

@@ -50,9 +50,6 @@ def parallel_config(
     Args:
         devices: None: the product of the degrees, or the ranks that torchrun has started.
         heads: attention heads of the model, when known.
-
-    Raises:
-        ConfigError: they contradict one another.
     """
     degrees = any(name in AXES for name in settings)
     there = torchrun_rank()

@@ -286,5 +286,5 @@ def _lines(verdict: dict[str, Any]) -> list[str]:
 
 
 def _error(value: float | None) -> str:
-    """Replace infinite numbers by null, because JSON has no infinity."""
+    """A difference in two digits."""
     return "infinite" if value is None else f"{value:.1e}" if value else "0"

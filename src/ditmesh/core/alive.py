@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 from weakref import finalize
 
@@ -23,22 +23,17 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         held: tensors that were there before, which do not count.
-        workspace: bytes that an operation takes besides its results while it runs, from the operation, its arguments
-            and its results; default: none.
 
     Attributes:
         now: bytes that are alive.
         peak: the most since `reset`.
     """
 
-    def __init__(
-        self, held: Iterable[Tensor] = (), workspace: Callable[[Any, tuple[Any, ...], Any], float] | None = None
-    ) -> None:
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()
         # Storages that do not count, and those that do, by address.
         self._held: set[int] = set()
         self._counted: set[int] = set()
-        self._workspace = workspace
         self.now = self.peak = 0.0
         for tensor in held:
             self.hold(tensor)
@@ -67,8 +62,6 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.watch(leaf)
-        if self._workspace is not None:
-            self.peak = max(self.peak, self.now + self._workspace(func, args, out))
         return out
 
     def watch(self, tensor: Tensor) -> None:

@@ -7,10 +7,8 @@ beyond the limit is counted and noted under the text, as several requests may be
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 from ..core.patching import Patch
@@ -19,58 +17,35 @@ from ..core.patching import Patch
 MOST_TEXTS = 1000
 
 
-class CutPrompts:
-    """Watches the tokenizers of a pipeline until `close`.
-
-    Args:
-        pipe: the pipeline; tokenizers that cannot be watched are left out.
-    """
+class CutPrompts(ExitStack):
+    """Watches the tokenizers of a pipeline until it is closed; those that cannot be watched are left out."""
 
     def __init__(self, pipe: Any) -> None:
+        super().__init__()
         # Tokens beyond the limit, and the limit, by tokenizer and the words of the text.
-        self._cuts: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
-        self._undo = ExitStack()
+        self._cuts: dict[tuple[str, str], tuple[int, int]] = {}
         for name, component in getattr(pipe, "components", {}).items():
             if hasattr(component, "_encode_plus"):
-                patch = Patch(component, "_encode_plus", self._watched(name, component))
-                self._undo.callback(patch.undo)
-
-    def __enter__(self) -> CutPrompts:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Leave the tokenizers as they were."""
-        self._undo.close()
+                self.callback(Patch(component, "_encode_plus", self._watched(name, component)).undo)
 
     def _watched(self, name: str, tokenizer: Any) -> Callable[..., Any]:
         call = tokenizer._encode_plus
 
         def encode_plus(*args: Any, **options: Any) -> Any:
-            strategy = options.get("truncation_strategy")
-            limit = options.get("max_length")
+            strategy, limit = options.get("truncation_strategy"), options.get("max_length")
             given = args[0] if args else options.get("text")
-            texts = given if isinstance(given, (list, tuple)) else [given]
             if limit and str(getattr(strategy, "value", strategy)) != "do_not_truncate":
-                for text in texts:
-                    if isinstance(text, str):
-                        self._note(name, text, tokenizer, int(limit))
+                for text in given if isinstance(given, (list, tuple)) else [given]:
+                    # A token is a byte at least.
+                    if isinstance(text, str) and len(text.encode("utf-8", "replace")) + 2 > limit:
+                        tokens = len(tokenizer(text, truncation=False, padding=False, verbose=False)["input_ids"])
+                        if tokens > limit:
+                            if len(self._cuts) > MOST_TEXTS:
+                                self._cuts.clear()
+                            self._cuts[name, _words(text)] = tokens - int(limit), int(limit)
             return call(*args, **options)
 
         return encode_plus
-
-    def _note(self, name: str, text: str, tokenizer: Any, limit: int) -> None:
-        # A token is a byte at least.
-        if len(text.encode("utf-8", "replace")) + 2 <= limit:
-            return
-        tokens = len(tokenizer(text, truncation=False, padding=False, verbose=False)["input_ids"])
-        if tokens > limit:
-            self._cuts[name, _words(text)] = tokens - limit, limit
-            self._cuts.move_to_end((name, _words(text)))
-            if len(self._cuts) > MOST_TEXTS:
-                self._cuts.popitem(last=False)
 
     def sentence(self, prompt: str, negative_prompt: str | None = None) -> str | None:
         """What was cut of a request's prompts; None: nothing."""

@@ -116,7 +116,18 @@ def adapter(role: Role, text: str) -> InputFile:
     else:
         name = text
     if role == "controlnet":
-        path = _controlnet_folder(name)
+        path = Path(name).expanduser()
+        if os.path.isdir(path):
+            path = path.absolute()
+        elif not os.path.exists(path) and re.fullmatch(HUB_ID, name):
+            from huggingface_hub import snapshot_download
+
+            path = _from_hub(role, name, lambda: snapshot_download(name, allow_patterns=[*CONTROLNET_FILES]))
+        else:
+            raise InputError(
+                f"--controlnet {name[:200]!r} is no folder here; give the folder that controlnet.save_pretrained(...) "
+                "wrote"
+            )
         controlnet_class(path)
     else:
         path = _adapter_file(role, name)
@@ -144,19 +155,6 @@ def _adapter_file(role: Role, name: str) -> Path:
 def usual_lora() -> str:
     """The name of an adapter's file in a folder."""
     return ADAPTER_LOADERS["lora"][1]
-
-
-def _controlnet_folder(name: str) -> Path:
-    path = Path(name).expanduser()
-    if os.path.isdir(path):
-        return path.absolute()
-    if not os.path.exists(path) and re.fullmatch(HUB_ID, name):
-        from huggingface_hub import snapshot_download
-
-        return _from_hub("controlnet", name, lambda: snapshot_download(name, allow_patterns=[*CONTROLNET_FILES]))
-    raise InputError(
-        f"--controlnet {name[:200]!r} is no folder here; give the folder that controlnet.save_pretrained(...) wrote"
-    )
 
 
 def _from_hub(role: Role, name: str, fetch: Callable[[], str]) -> Path:
@@ -360,14 +358,10 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
     if fitting is None:
         raise _takes_no(kinds[-1].__name__, takes[kinds[-1]], wanted)
     for role in {file.role for file in files} & ADAPTER_LOADERS.keys():
-        _check_takes_adapter(fitting, role)
+        method = ADAPTER_LOADERS[role][0]
+        if not (takes_loras(fitting) if role == "lora" else hasattr(fitting, method)):
+            raise InputError(f"--{role}: {fitting.__name__} has no {method}; leave it out")
     return fitting.__name__
-
-
-def _check_takes_adapter(kind: type[Any], role: str) -> None:
-    method = ADAPTER_LOADERS[role][0]
-    if not (takes_loras(kind) if role == "lora" else hasattr(kind, method)):
-        raise InputError(f"--{role}: {kind.__name__} has no {method}; leave it out")
 
 
 def _takes_no(pipeline: str, parameters: Mapping[str, Any], wanted: Mapping[str, str]) -> InputError:
@@ -466,15 +460,6 @@ def load_controlnet(files: Iterable[InputFile], options: Mapping[str, Any]) -> d
     return {}
 
 
-def _encoder_options(pipe: Any, file: InputFile) -> dict[str, Any]:
-    """The arguments for a pipeline's ``load_ip_adapter``: each class takes the encoder's folder in another way."""
-    folder = encoder_folder(file)
-    path = None if folder is None or getattr(pipe, "image_encoder", None) is not None else str(folder)
-    if "image_encoder_folder" in inspect.signature(pipe.load_ip_adapter).parameters:
-        return {"image_encoder_folder": path}
-    return {"image_encoder_pretrained_model_name_or_path": path, "image_encoder_dtype": pipe.transformer.dtype}
-
-
 def load_adapters(pipe: Any, files: Iterable[InputFile]) -> dict[str, str]:
     """Load LoRA and IP-Adapters into a pipeline, with their scales.
 
@@ -496,8 +481,17 @@ def load_adapters(pipe: Any, files: Iterable[InputFile]) -> dict[str, str]:
                 if note is not None:
                     notes[file.path] = note
             else:
+                encoder = None if getattr(pipe, "image_encoder", None) is not None else encoder_folder(file)
+                path = None if encoder is None else str(encoder)
+                # Each class takes the encoder's folder in another way.
+                options: dict[str, Any] = {"image_encoder_folder": path}
+                if "image_encoder_folder" not in inspect.signature(pipe.load_ip_adapter).parameters:
+                    options = {
+                        "image_encoder_pretrained_model_name_or_path": path,
+                        "image_encoder_dtype": pipe.transformer.dtype,
+                    }
                 with missing_weights_refused():
-                    pipe.load_ip_adapter(folder, weight_name=weights, **_encoder_options(pipe, file))
+                    pipe.load_ip_adapter(folder, weight_name=weights, **options)
                 pipe.set_ip_adapter_scale(file.scale)
         except MemoryError:
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from ..strategies import support
 from ..strategies.heads import check_heads
 from .arguments import check_output, video_call
 from .files import InputFile, check_encoder, check_mask_support, check_roles, open_video, pipeline_for
-from .model_info import ModelInfo
+from .model_info import ModelInfo, parameters_of
 from .receipt import MOST_PIXELS, Dtype, Offload, Receipt
 from .shape import input_size
 
@@ -39,24 +38,16 @@ class PictureJob(PictureRequest):
     """A request for images of one or more prompts with its model and configuration: plain data for every rank.
 
     Attributes:
-        model: folder or hub id to load.
-        name: the model as the user named it.
-        pipeline_class: class of the pipeline, as ``model_index.json`` has it.
-        prompts: one or more, in the place of ``prompt``; class names when the model is class-conditional. Image i of
-            all has ``seed + i``.
-        labels: class numbers of the prompts when the model is class-conditional, else empty.
-        out: folder for the PNGs and MP4s.
-        config: parallel configuration; ``"auto"``: the engine chooses.
+        model, name: folder or hub id to load, and the model as the user named it.
+        prompts: in the place of ``prompt``; class names when the model is class-conditional (then ``labels`` has their
+            numbers). Image i of all has ``seed + i``.
+        config: ``"auto"``: the engine chooses.
         max_sequence_length: longest prompt in tokens, where the pipeline takes it; None: the pipeline's own.
         per_call: images that one call of the pipeline makes, at most.
-        timeout: deadline of every collective, in seconds.
         overwrite: images replace those of the same names that ditmesh has written.
-        files: input images and adapters.
-        variant: of the weights' files, such as ``"fp16"``.
-        offload: which components are on the device only while they work, see `offload.offload`.
         scheduler: class of the scheduler that takes the place of the pipeline's own; None: that one stays.
-        check_memory: refuse what does not fit, before anything is read.
-        memory_limit: bytes that a rank may take; None: what its device has left.
+        check_memory, memory_limit: refuse what does not fit into so many bytes of a rank (None: what its device has
+            left), before anything is read.
     """
 
     model: str
@@ -123,13 +114,7 @@ class PictureCall:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The pipeline is ready.
-
-    Attributes:
-        seconds: that it took.
-        steps: that every image will take.
-        config: of all ranks, as plain data.
-    """
+    """The pipeline is ready: seconds that it took, steps that every image will take, and the configuration as data."""
 
     seconds: float
     steps: int
@@ -185,7 +170,9 @@ def check_content(job: PictureJob, model: ModelInfo, devices: int) -> None:
         kind = pipeline_for(model.pipeline_class, job.files, job.strength)
         check_mask_support(kind, job.files, model.transformer.get("in_channels"))
         check_encoder(job.files, model.index)
-    _check_kind(model)
+    if _ODD.search(f"{model.index} {model.vae.get('_class_name')}"):
+        # Other models are checked on the ranks.
+        check_output(model.pipeline_class, parameters_of(model.pipeline_class))
     _check_video(job, model)
     if job.size is not None:
         model.check_size(*job.size)
@@ -234,7 +221,7 @@ def _check_video(job: PictureJob, model: ModelInfo) -> None:
     if job.frames is not None:
         model.check_frames(job.frames)
     for file in job.files:
-        if file.role == "video" and "num_frames" not in inspect.signature(kind.__call__).parameters:
+        if file.role == "video" and "num_frames" not in parameters_of(name):
             _check_input_frames(job, model, file)
         if file.role in ("image", "video") and videos and min(job.n, job.per_call) > 1:
             why = "{" + file.role + "}: such videos are generated one by one; leave {batch} {} out"
@@ -254,24 +241,10 @@ def _check_input_frames(job: PictureJob, model: ModelInfo, file: InputFile) -> N
             raise FieldError("video", "{video} {!r}: {}, as {frames}", file.path, error) from None
 
 
-def _check_kind(model: ModelInfo) -> None:
-    """As `check_output`, for a model with components of other outputs; other models are checked on the ranks."""
-    if _ODD.search(f"{model.index} {model.vae.get('_class_name')}"):
-        import diffusers
-
-        kind = getattr(diffusers, model.pipeline_class, None)
-        if isinstance(kind, type):
-            check_output(model.pipeline_class, inspect.signature(kind.__call__).parameters)
-
-
 def makes_videos(pipeline: str) -> bool | None:
     """True if a pipeline class generates videos; None: it is not a diffusers class."""
-    import diffusers
-
-    kind = getattr(diffusers, pipeline, None)
-    if not isinstance(kind, type):
-        return None
-    return video_call(inspect.signature(kind.__call__).parameters)
+    parameters = parameters_of(pipeline)
+    return video_call(parameters) if parameters else None
 
 
 def check_layout(model: ModelInfo) -> None:
@@ -345,8 +318,7 @@ def job_for(
     """A job for a model.
 
     Args:
-        request: without a size, that of an input image is taken, see `input_size`. An embedded model has its own
-            size and frames if not given: its pipeline's defaults are those of a model a thousand times as large.
+        request: without a size, that of an input image is taken, see `input_size`; an embedded model has its own.
         prompts: in the place of the request's one.
         more: the other fields of the job; ``labels`` are found by the prompts if not given.
 

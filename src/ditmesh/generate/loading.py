@@ -147,14 +147,10 @@ def read_pipeline(
     """A saved pipeline on the CPU, with this rank's share of the transformers, to be parallelised.
 
     Args:
-        info: the pipeline's files, which are on this machine.
-        config, mesh: as for `parallelize`; they say which share. Default: the mesh's, and all of it.
-        torch_dtype, variant, components: as for `load`.
+        config, mesh: they say which share. Default: the mesh's, and all of it.
+        torch_dtype, variant, components: as for `load`; errors too.
         kind: class of the pipeline; default: the saved one.
         together: all ranks of the job call this alike, and those of a host share converted weights (`one_copy`).
-
-    Raises:
-        ConfigError, InputError: as `load`.
     """
     import diffusers
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ..errors import InputError, reason_of
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+
+from ..errors import InputError, problem_text, reason_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +28,7 @@ PEFT_FILE, PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 SETTINGS_BYTES = 4 << 20
 MOST_TENSORS = 100_000
 NAME_LENGTH = 300
-LARGEST_NUMBER = 1e9
+LARGEST_NUMBER = 10**9
 # Names become parts of patterns in peft: nothing in them may mean anything there but a dot.
 _PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
 # Of LoCon: a layer is a product of three matrices.
@@ -56,57 +58,72 @@ _IDLE = {
     "lora_dropout", "loftq_config", "megatron_core", "module_dropout", "peft_type", "peft_version", "qalora_group_size",
     "rank_dropout", "rank_dropout_scale", "revision", "target_modules", "task_type",
 }  # fmt: skip
-_READ = {
-    "alpha_pattern", "lora_alpha", "r", "rank_pattern", "use_dora", "use_rslora",
-}  # fmt: skip
 # Ways of peft to begin a training that change the weights below the adapter.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "milora")
 
 
-@dataclass(frozen=True)
-class Strength:
-    """Which settings of an adapter say how strong it is, as peft has them.
+def _plain_name(pattern: str) -> str:
+    # diffusers anchors names, and a careful writer escapes their dots.
+    layer = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
+    if len(pattern) > NAME_LENGTH or not _PLAIN.fullmatch(layer):
+        raise ValueError(
+            f"{pattern[:80]!r} is no layer's name; patterns of files are not run: save it with whole names"
+        )
+    return layer
 
-    Attributes:
-        rank, alpha: of the layers that no pattern names.
-        ranks, alphas: by the end of a layer's name.
-        rslora: the scale is alpha / sqrt(rank), not alpha / rank.
-        dora: each layer has magnitudes.
-    """
 
-    rank: int
-    alpha: float
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    alphas: Mapping[str, float] = field(default_factory=dict)
-    rslora: bool = False
-    dora: bool = False
+Number = Annotated[FiniteFloat, Field(ge=0, le=LARGEST_NUMBER)]
+Rank = Annotated[int, Field(ge=0, le=LARGEST_NUMBER)]
+LayerName = Annotated[str, AfterValidator(_plain_name)]
+
+
+class Strength(BaseModel):
+    """The settings of an adapter that say how strong it is, with peft's names and defaults."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    peft_type: Literal["LORA"] = "LORA"
+    bias: Literal["none"] | None = None
+    r: Rank = 8
+    lora_alpha: Number = 8.0
+    rank_pattern: dict[LayerName, Rank] | None = None
+    alpha_pattern: dict[LayerName, Number] | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_meanings(cls, about: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name, value in about.items():
+            if name not in _IDLE and name not in cls.model_fields and value not in (None, False, {}, [], ""):
+                raise ValueError(f"the setting {name[:80]!r} is not followed here; merge it into the model's weights")
+        begun = about.get("init_lora_weights")
+        if isinstance(begun, str) and begun.lower().startswith(_CHANGED_BASE):
+            raise ValueError(
+                f"init_lora_weights={begun[:40]!r} changed the weights below it; save it with peft's "
+                "path_initial_model_for_weight_conversion"
+            )
+        return about
 
     def of(self, layer: str, rank: int) -> float:
-        """The scale of a layer.
-
-        Args:
-            layer: its name in the model.
-            rank: that of its matrices.
+        """The scale of a layer of the model whose matrices have this rank.
 
         Raises:
             InputError: the settings say another rank.
         """
-        told = int(_of_pattern(self.ranks, layer, self.rank))
+        told = int(_of_pattern(self.rank_pattern, layer, self.r))
         if told != rank:
             raise InputError(
                 f"its settings say rank {told} for {layer!r}, whose matrices have {rank}; take a whole file"
             )
-        alpha = _of_pattern(self.alphas, layer, self.alpha)
-        return alpha / (sqrt(rank) if self.rslora else rank)
+        alpha = _of_pattern(self.alpha_pattern, layer, self.lora_alpha)
+        return alpha / (sqrt(rank) if self.use_rslora else rank)
 
 
-def _of_pattern(patterns: Mapping[str, float], layer: str, otherwise: float) -> float:
-    ends = {layer, *(layer[at + 1 :] for at, letter in enumerate(layer) if letter == ".")}
-    fitting = ends & patterns.keys()
-    if len(fitting) > 1:
-        # As peft does it: the first that fits.
-        return next(value for name, value in patterns.items() if name in fitting)
-    return patterns[fitting.pop()] if fitting else otherwise
+def _of_pattern(patterns: Mapping[str, float] | None, layer: str, otherwise: float) -> float:
+    """The value of the first name that is the layer's or its end, as peft takes it."""
+    ends = (value for name, value in (patterns or {}).items() if f".{layer}".endswith(f".{name}"))
+    return next(ends, otherwise)
 
 
 @dataclass
@@ -122,9 +139,7 @@ class LoraContent:
     """What is in a file.
 
     Attributes:
-        path: the file.
-        layers: with two matrices each, or with differences alone.
-        others: names of tensors that are none of a layer.
+        layers: with two matrices each, or with differences alone; others: names of further tensors.
         settings: by component; under "" those of all.
         component: the transformer that the file is for, where it says so.
     """
@@ -207,87 +222,34 @@ def settings_file(path: Path) -> Path | None:
 
 
 def _settings(path: Path, metadata: Mapping[str, str]) -> dict[str, Strength]:
-    beside = settings_file(path)
-    if beside is not None:
-        try:
-            with beside.open("rb") as file:
-                text = file.read(SETTINGS_BYTES + 1)
-        except OSError as error:
-            raise InputError(f"cannot read {PEFT_SETTINGS} beside it ({reason_of(error)})") from None
-        return {"": _strength(_parsed(text, PEFT_SETTINGS))}
-    if METADATA not in metadata:
-        return {}
-    about = _parsed(metadata[METADATA].encode(), METADATA)
-    parts: dict[str, dict[str, Any]] = {}
-    for key, value in about.items():
-        component, dot, name = key.partition(".")
-        if not dot:
-            raise InputError(f"has a setting {key[:80]!r} of no component in {METADATA}; save it with diffusers again")
-        parts.setdefault(component, {})[name] = value
-    return {component: _strength(own) for component, own in parts.items()}
-
-
-def _parsed(text: bytes, where: str) -> dict[str, Any]:
-    if len(text) > SETTINGS_BYTES:
-        raise InputError(f"has more than {SETTINGS_BYTES >> 20} MiB of settings in {where}; take another file")
-    try:
-        about = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InputError(f"has settings in {where} that are no JSON; take another file") from None
-    if not isinstance(about, dict):
-        raise InputError(f"has settings in {where} that are no JSON object; take another file")
-    return about
-
-
-def _strength(about: Mapping[str, Any]) -> Strength:
-    """What settings of peft say of the strength. Names of layers in them are compared, and no pattern is run.
+    """What settings of peft say of the strength, by component. Names of layers are compared, and no pattern is run.
 
     Raises:
         InputError: a setting means something else, or is out of range.
     """
-    kind = about.get("peft_type", "LORA")
-    if kind != "LORA":
-        raise InputError(f"is an adapter of peft's type {str(kind)[:40]!r}, which is not read; take a LoRA")
-    for name, value in about.items():
-        if name not in _IDLE and name not in _READ and value not in (None, False, {}, [], ""):
-            raise InputError(
-                f"has a setting {name[:80]!r} of its adapter that is not followed here; merge it into the model's "
-                "weights"
-            )
-    begun = about.get("init_lora_weights")
-    if isinstance(begun, str) and begun.lower().startswith(_CHANGED_BASE):
-        raise InputError(
-            f"has init_lora_weights={begun[:40]!r}, which changed the weights below it; save it with peft's "
-            "path_initial_model_for_weight_conversion"
-        )
-    if about.get("bias") not in (None, "none"):
-        raise InputError(f"has bias={str(about['bias'])[:40]!r}, whose biases are not read; train it with bias='none'")
-    rank = _number(about, "r", 8)
-    alpha = _number(about, "lora_alpha", 8)
-    ranks = {name: int(value) for name, value in _patterns(about, "rank_pattern").items()}
-    rslora, dora = (about.get(name) is True for name in ("use_rslora", "use_dora"))
-    return Strength(int(rank), alpha, ranks, _patterns(about, "alpha_pattern"), rslora, dora)
-
-
-def _number(about: Mapping[str, Any], name: str, otherwise: float) -> float:
-    value = about.get(name, otherwise)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_NUMBER:
-        raise InputError(f"has {name}={str(value)[:40]!r} in its settings, which is no such number; take another file")
-    return value
-
-
-def _patterns(about: Mapping[str, Any], name: str) -> dict[str, float]:
-    given = about.get(name) or {}
-    if not isinstance(given, dict):
-        raise InputError(f"has {name}={str(given)[:40]!r} in its settings, which is no table; take another file")
-    plain = {}
-    for pattern in given:
-        # diffusers anchors names, and a careful writer escapes their dots.
-        layer = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
-        if len(pattern) > NAME_LENGTH or not _PLAIN.fullmatch(layer):
-            raise InputError(
-                f"has {pattern[:80]!r} in {name}, which is no layer's name; patterns of files are not run: save it "
-                "with whole names"
-            )
-        plain[layer] = _number(given, pattern, 0)
-    return plain
+    beside, parts = settings_file(path), dict[str, dict[str, Any]]()
+    if beside is None and METADATA not in metadata:
+        return {}
+    where = METADATA if beside is None else PEFT_SETTINGS
+    try:
+        if beside is None:
+            text = metadata[METADATA].encode()
+        else:
+            with beside.open("rb") as file:
+                text = file.read(SETTINGS_BYTES + 1)
+        if len(text) > SETTINGS_BYTES:
+            raise InputError(f"has more than {SETTINGS_BYTES >> 20} MiB of settings in {where}; take another file")
+        for key, value in dict(json.loads(text)).items():
+            component, _, name = key.rpartition(".") if beside is None else ("", "", key)
+            parts.setdefault(component, {})[name] = value
+        return {component: Strength.model_validate(about) for component, about in parts.items()}
+    except InputError:
+        raise
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = "".join(f"{part}: " for part in problem["loc"][:1])
+        raise InputError(f"has settings in {where} that cannot be followed: {name}{problem_text(problem)}") from None
+    except (ValueError, TypeError, RecursionError):
+        raise InputError(f"has settings in {where} that are no JSON object; take another file") from None
+    except OSError as error:
+        raise InputError(f"cannot read {where} beside it ({reason_of(error)})") from None

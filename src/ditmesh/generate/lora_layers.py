@@ -41,12 +41,10 @@ class FittedLora:
     """An adapter for a pipeline.
 
     Attributes:
-        weights: under diffusers' names, each layer with the scale 1.
-        layers: the names of the layers that get them, by component.
-        left: the layers of the file that are left out, with the reason.
-        total: the number of the file's layers.
-        differences: names of tensors that are added to whole weights, which are not read.
-        others: names of further tensors that are not read.
+        weights: under diffusers' names, each layer with the scale 1; layers: the names of those that get them, by
+            component.
+        left: the layers of the file that are left out, with the reason; total: how many the file has.
+        differences, others: names of tensors that are added to whole weights, and of further ones; neither are read.
     """
 
     weights: dict[str, Tensor]
@@ -202,7 +200,7 @@ class _Fitting:
         if "diff" in own and own["diff"].any():
             self.found.differences.append(layer.tensors["diff"])
         magnitude = own.get("magnitude", own.get("dora_scale"))
-        if settings is not None and settings.dora and magnitude is None:
+        if settings is not None and settings.use_dora and magnitude is None:
             raise InputError(f"is a DoRA by its settings and has no magnitudes of {layer.name!r}; take a whole file")
         if magnitude is not None:
             if magnitude.numel() != own["up"].shape[0]:
@@ -341,12 +339,12 @@ def _scaled(content: LoraContent, layers: Iterable[LoraLayer], ends: tuple[str, 
     weights: dict[str, Tensor] = {}
     for layer in layers:
         names = [layer.tensors[kind] for kind in ("down", "up")]
-        pair = [_computable(content.tensors[name]) for name in names]
+        down, up = (_computable(content.tensors[name]) for name in names)
         if (alpha := layer.tensors.get("alpha")) is not None:
-            rank = pair[0].shape[0]
-            pair = _with_scale(*pair, _scale(layer.name, layer.name, rank, content.tensors[alpha], None))
+            rank = down.shape[0]
+            down, up = _with_scale(down, up, _scale(layer.name, layer.name, rank, content.tensors[alpha], None))
             if ends is None:
                 # Conversions of kohya's names ask for it.
                 weights[alpha] = torch.tensor(float(rank))
-        weights |= zip(names if ends is None else [f"{layer.name}{end}" for end in ends], pair, strict=True)
+        weights |= zip(names if ends is None else [f"{layer.name}{end}" for end in ends], (down, up), strict=True)
     return weights

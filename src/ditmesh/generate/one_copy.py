@@ -54,10 +54,8 @@ def shared_components(
     """Components of which all ranks of a host have one copy. Every rank calls this alike.
 
     Args:
-        components: the result of `shareable_components`; without the same one on all ranks nothing is shared: hosts may
-            have other files.
+        components: the result of `shareable_components`; without the same one on all ranks nothing is shared.
         load: loads the pipeline; the first rank of each host calls it.
-        hosts: of the ranks, if they are known.
 
     Returns:
         The pipeline, where this rank has loaded it; else None, and the components by name, to be loaded with. Nothing

@@ -35,15 +35,12 @@ class LatentColours:
     scale: int
 
     def picture(self, latents: Tensor, width: int, height: int) -> Image | None:
-        """An image of the first latents of a batch, one pixel for each of theirs.
+        """An image of the first latents of a batch, one pixel each, of frames the middle one; None: of another form.
 
         Args:
             latents: as a pipeline's callback has them: (batch, channels, [frames,] height, width), or tokens of one
-                latent pixel, or of two by two, in rows. Of frames the middle one is shown.
+                latent pixel, or of two by two, in rows.
             width, height: of the image that is generated; of use for tokens only.
-
-        Returns:
-            None: they are of another form, or not finite.
         """
         from PIL import Image
 

@@ -48,34 +48,18 @@ class Receipt(AddedFields):
     """The record of how one image or video was generated.
 
     Attributes:
-        prompt: the prompt (for class-conditional models: the class).
-        negative_prompt: the negative prompt, if any.
-        seed: seed of this image's own `torch.Generator` on the CPU.
+        seed: of this image's own `torch.Generator` on the CPU.
         index: number of the image in its run, from 0.
-        max_sequence_length: longest prompt in tokens, when it was given.
-        width, height: in pixels.
-        model: folder or hub id of the pipeline.
-        dtype: of the weights, such as ``"float32"``.
-        device: ``"cpu"`` or ``"cuda"``.
         config: the parallel configuration, as given to `ParallelConfig`.
-        versions: of Python and of the libraries that compute.
-        seconds: time that the pipeline's call took (shared by the images of one call), in seconds.
+        seconds: that the pipeline's call took (shared by the images of one call).
         label: number of the class, for class-conditional models.
-        together: images of one call of the pipeline; place: number of this one among them, from 0. Matrix
+        together, place: images of one call of the pipeline, and the number of this one among them, from 0: matrix
             kernels may round a row otherwise in a batch of another size.
-        files: input images and adapters, by SHA-256.
-        strength: how much of the input image was replaced, when it was given.
-        variant: of the weights' files, when one was given.
-        offload: which components were on the device only while they worked.
-        scheduler: class of the scheduler that took the place of the pipeline's own, if one did.
         weights_digest: of all weights, adapters included (`digests.weights_fingerprint`); None in receipts from before
             0.1.0, as may be the environment.
         environment: what else decides the last bits, by name (`hardware.environment`).
-        frames, fps: of a video; None for images.
         frames_digest: of a video's frames before they were compressed (`video.frames_digest`).
-        peak_memory: of every rank, the most bytes that it has taken by phase (``load``, ``encode``, ``denoise``,
-            ``decode``): tensors on a GPU, on a CPU what the process has resident; None where it was not measured.
-        cut: tokens of the prompt or the negative prompt that a tokenizer left out, a sentence; None: there are none.
+        cut: tokens of a prompt that a tokenizer left out, a sentence; None: there are none.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -110,7 +94,6 @@ class Receipt(AddedFields):
     frames: Count | None = None
     fps: float | None = Field(default=None, gt=0, le=1000)
     frames_digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    peak_memory: list[dict[str, int]] | None = Field(default=None, max_length=4096)
     cut: str | None = Field(default=None, max_length=1000)
 
     @model_validator(mode="after")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from ..config import ParallelConfig, setting
 from ..errors import ConfigError, InputError
 from ..quality import metrics
 from ..request import PictureRequest, added_fields, request_fields
-from .files import InputFile, find_input_file
+from .files import find_input_file
 from .job import PictureJob, job_for
-from .model_info import ModelInfo, cached, find_model, is_hub_id
+from .model_info import ModelInfo, cached, find_model, is_hub_id, parameters_of
 from .receipt import Receipt
 from .video import is_video, read_frames
 
@@ -29,12 +28,7 @@ _COMPRESSIONS, _GONE = {"residual4": "int4"}, ("int4", "residual2", "residual1.6
 
 @dataclass(frozen=True)
 class Change:
-    """Something that is not as it was when the image was generated.
-
-    Attributes:
-        was, now: in words.
-        decides: whether it can change a reproducible image; anything can change another one's last bits.
-    """
+    """Something that is not as it was; ``decides``: it can change a reproducible image, not only another one's bits."""
 
     what: str
     was: str
@@ -51,13 +45,10 @@ class Replay:
     """An image and the one generated again.
 
     Attributes:
-        promised: the same pixels were promised: both are of reproducible mode and nothing that decides has
-            changed.
-        equal: the pixels are the same.
+        promised: both are of reproducible mode, and nothing that decides has changed.
         largest_difference: of any channel, of 255; None when the sizes differ.
         differing_pixels: share of the pixels.
         psnr: in dB; None when equal or of another size.
-        changes: differences of versions and settings.
     """
 
     promised: bool
@@ -129,11 +120,8 @@ def job_of(
     In fast mode the whole call is generated again, because a batch of another size may be rounded otherwise. So it is
     with a control image, which some pipelines encode for all images of a call with one generator.
     """
-    import diffusers
-
-    kind = getattr(diffusers, model.pipeline_class, None)
-    # A class of diffusers' own shows what its call takes.
-    unguided = isinstance(kind, type) and "guidance_scale" not in inspect.signature(kind.__call__).parameters
+    parameters = parameters_of(model.pipeline_class)
+    unguided = bool(parameters) and "guidance_scale" not in parameters
     alone = drawn_alone(receipt, config)
     asked = {name: getattr(receipt, name) for name, field in request_fields().items() if field.spelt is not None}
     asked |= {"n": 1 if alone else receipt.together, "seed": receipt.seed if alone else receipt.seed - receipt.place}
@@ -198,10 +186,6 @@ def compare_replay(old: np.ndarray, new: np.ndarray, was: Receipt, now: Receipt)
     return Replay(promised, equal, int(apart.max()), float((apart.max(axis=2) > 0).mean()), ratio, changes)
 
 
-def _file_names(files: Sequence[InputFile]) -> str:
-    return ", ".join(f"{file.role} {file.digest[:16]} at {file.scale:g}" for file in files) or "none"
-
-
 def changes_of(was: Receipt, now: Receipt) -> list[Change]:
     """Everything that two receipts of one image do not share, what decides first."""
     changes: list[Change] = []
@@ -230,8 +214,11 @@ def changes_of(was: Receipt, now: Receipt) -> list[Change]:
     for name in (*texts, *added_fields()):
         compare(name.replace("_", " "), getattr(was, name), getattr(now, name), text=repr)
     # Their paths may be others.
-    used, given = ([replace(file, path="") for file in receipt.files] for receipt in (was, now))
-    compare("input files", used, given, text=_file_names)
+    used, given = (
+        ", ".join(f"{file.role} {file.digest[:16]} at {file.scale:.9g}" for file in receipt.files) or "none"
+        for receipt in (was, now)
+    )
+    compare("input files", used, given)
     compare("size", f"{was.width}x{was.height}", f"{now.width}x{now.height}")
     compare("frames", was.frames, now.frames, text=known)
     compare("frames per second", was.fps, now.fps, text=known)

@@ -25,14 +25,8 @@ PRELOAD = (*OF_ANY_RANK, __name__, "ditmesh.engine", "ditmesh.generate.loading",
 def generate(job: PictureJob, *, report: MessageSink | None = None) -> float:
     """Load the pipeline, make it parallel, generate everything. Every rank of the job calls this.
 
-    Rank 0 writes each PNG or MP4 as soon as it has it and reports `Loaded`, `StepDone` and `Generated`. It never
-    replaces a file that ditmesh has not written, and one that it has only when ``job.overwrite`` says so.
-
-    Args:
-        report: takes the reports; may be left out.
-
-    Returns:
-        Seconds that the pipeline's calls took on this rank, loading not included.
+    Rank 0 writes each PNG or MP4 as soon as it has it and reports `Loaded`, `StepDone` and `Generated`; returns the
+    seconds that the pipeline's calls took on this rank.
 
     Raises:
         InputError: the pipeline cannot run the request.
@@ -91,24 +85,19 @@ def _save_all(
     made: Sequence[PipelineOutput],
     report: MessageSink,
 ) -> None:
-    """Write what the groups of ranks have made of some calls, one each. Every rank calls this alike."""
+    """Write and report what the groups of ranks have made of some calls, one each. Every rank calls this alike."""
     from ..comm.objects import gather_objects
 
     _, groups, ranks = runner.group
-    rank = rank_of_process()
+    rank, job = rank_of_process(), prepared.job
     # Of each group its first rank, which has its images.
     every = [made] if groups == 1 else gather_objects(made if rank % ranks == 0 else None)[::ranks]
     for outputs, number in zip(every, numbers, strict=False) if rank == 0 else ():
-        _save(runner, replace(prepared, call=prepared.job.call(number)), outputs, report)
-
-
-def _save(runner: PipelineRunner, prepared: Prepared, made: Sequence[PipelineOutput], report: MessageSink) -> None:
-    """Write the images or videos of a call with their receipts, and report them."""
-    job = prepared.job
-    for place, (output, index) in enumerate(zip(made, prepared.call.indices, strict=True)):
-        receipt = runner.receipt(prepared, place, output)
-        path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed, isinstance(output, VideoFrames))
-        report(Generated(str(write_free(output, path, receipt, job.overwrite)), receipt))
+        call = replace(prepared, call=job.call(number))
+        for place, (output, index) in enumerate(zip(outputs, call.call.indices, strict=True)):
+            receipt = runner.receipt(call, place, output)
+            path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed, isinstance(output, VideoFrames))
+            report(Generated(str(write_free(output, path, receipt, job.overwrite)), receipt))
 
 
 def file_name(index: int, prompt: str, seed: int, video: bool = False) -> str:

@@ -33,20 +33,15 @@ if TYPE_CHECKING:
 
     from ..comm.mesh import Mesh
     from ..config import ParallelConfig
-    from ..memory.peaks import Peaks
     from ..memory.sizes import Workload
     from ..recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared call of a pipeline.
+    """A prepared call of a pipeline: which images of the job, and the denoising steps that are taken.
 
-    Attributes:
-        job, call: the request, and which of its images.
-        pipe, kind: the pipeline and its class.
-        steps: denoising steps that are taken.
-        adapters: LoRA adapters that are on, with their scales, where they change from request to request.
+    ``adapters``: LoRA adapters that are on, with their scales, where they change from request to request.
     """
 
     job: PictureJob
@@ -80,12 +75,9 @@ class PipelineRunner:
         pipe: the pipeline, or an object that is called like one, such as a `RemotePipeline`.
         device: where it computes; default: the CPU.
         kind: the pipeline's class, if another than that of ``pipe``.
-        facts: see below.
+        facts: what receipts say that only the run knows; of weights and environment rank 0's.
 
     Attributes:
-        pipe, kind, device: as given.
-        facts: what receipts say that only the run knows; of weights and environment rank 0's.
-        load_seconds: see `Loaded`.
         notes: on LoRA files of which a part is left out, by path.
         group: where groups of ranks make calls of their own, the number of this rank's, how many there are, and how
             many ranks each has; else ``(0, 1, 1)``.
@@ -105,14 +97,10 @@ class PipelineRunner:
         self.load_seconds = 0.0
         self.notes: dict[str, str] = {}
         self.group = 0, 1, 1
-        self._peaks: Peaks | None = None
 
     @classmethod
     def open(cls, job: PictureJob, report: MessageSink) -> PipelineRunner:
-        """Load a job's pipeline and parallelise it. Every rank calls this.
-
-        Args:
-            report: takes rank 0's notes.
+        """Load a job's pipeline and parallelise it; ``report`` takes rank 0's notes. Every rank calls this.
 
         Raises:
             InputError: the pipeline cannot run the request, or does not fit into memory.
@@ -120,13 +108,11 @@ class PipelineRunner:
         """
         from ..comm.backends import device_of_rank
         from ..comm.mesh import Mesh
-        from ..memory.peaks import Peaks
 
         device, started = device_of_rank(), time.perf_counter()
         job, note = fitting_job(job, device, side_by_side=True)
         if note is not None:
             report(UserNote(note))
-        peaks = Peaks(device)
         mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
         share, why = share_of(job, mesh)
         if why is not None:
@@ -134,7 +120,7 @@ class PipelineRunner:
         runner = cls.load(job, device, share, together=True)
         for note in runner.notes.values():
             report(UserNote(note))
-        runner.facts, runner._peaks = receipt_facts(job.config, runner.pipe, device, share), peaks
+        runner.facts = receipt_facts(job.config, runner.pipe, device, share)
         runner.parallelize(job, mesh)
         runner.load_seconds = time.perf_counter() - started
         return runner
@@ -151,14 +137,10 @@ class PipelineRunner:
         """The job's pipeline, quiet, with its adapters, and not parallelised yet.
 
         Args:
-            job: the request.
             device: where the transformers are to be; the other components are there too unless they are offloaded.
             mesh: each rank reads only its share of the transformers, for ``mesh.config``; None: every rank reads all.
             checked: refuse a job that the pipeline cannot run.
             together: all ranks call this alike; see `read_pipeline`.
-
-        Raises:
-            InputError: it cannot be loaded, or cannot run the job.
         """
         import diffusers
         import torch
@@ -259,9 +241,6 @@ class PipelineRunner:
 
         Args:
             on_step: takes the denoising steps that were taken since the last time, and how many there are.
-
-        Raises:
-            InputError: the pipeline makes something else.
         """
         from ..core.generators import OwnGenerators
 
@@ -276,13 +255,10 @@ class PipelineRunner:
         if on_step is not None and tells:
             given[CALLBACK] = stepped
         started = time.perf_counter()
-        measured = contextlib.nullcontext() if self._peaks is None else self._peaks.call(pipe)
-        with OwnGenerators(prepared.seed, self.device).active(), measured, CutPrompts(pipe) as cuts:
+        with OwnGenerators(prepared.seed, self.device).active(), CutPrompts(pipe) as cuts:
             made = outputs_of(pipe(**given))
         self.facts["cut"] = cuts.sentence(prepared.prompt, prepared.job.negative_prompt)
         self.facts["seconds"] = time.perf_counter() - started
-        if self._peaks is not None:
-            self.facts["peak_memory"] = self._peaks.of_all()
         if on_step is not None and not tells:
             on_step(planned, planned)
         return made

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
 from .files import IMAGE_ARGUMENTS, InputFile, open_picture, open_video, pipeline_for
-from .model_info import ModelInfo
+from .model_info import ModelInfo, parameters_of
 
 # Default pixels of an image if neither the model's files nor the pipeline give a size.
 USUAL_PIXELS = 1024 * 1024
@@ -17,14 +16,7 @@ SHAPING = ("image", "video", "control")
 
 
 def input_size(model: ModelInfo, files: Sequence[InputFile], strength: float | None = None) -> tuple[int, int] | None:
-    """The output's width and height for a job's input files, if no size is requested.
-
-    Args:
-        files: of the job; images and videos are read.
-
-    Returns:
-        The input's size as `ModelInfo.size_like` has it; None: there is no input image, and the model's own size is
-        to be used.
+    """The output's width and height for a job's input files (see `ModelInfo.size_like`); None: the model's own size.
 
     Raises:
         InputError: a file cannot be read, or the mask has another shape than its image.
@@ -73,12 +65,9 @@ def _alike(small: tuple[int, int], large: tuple[int, int]) -> bool:
 
 
 def _usual_pixels(model: ModelInfo, files: Sequence[InputFile], strength: float | None) -> int:
-    import diffusers
-
     if model.default_size is not None:
         return model.default_size[0] * model.default_size[1]
-    kind = getattr(diffusers, pipeline_for(model.pipeline_class, files, strength), None)
-    parameters = inspect.signature(kind.__call__).parameters if isinstance(kind, type) else {}
+    parameters = parameters_of(pipeline_for(model.pipeline_class, files, strength))
     sides = [getattr(parameters.get(name), "default", None) for name in ("width", "height")]
     width, height = sides
     return width * height if isinstance(width, int) and isinstance(height, int) else USUAL_PIXELS

@@ -15,14 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SchedulerStep:
-    """A step that a scheduler has taken.
-
-    Attributes:
-        scheduler: of the pipeline, with its timesteps set.
-        index: number of its timestep; None: this scheduler does not count.
-        prediction: what the model returned, guided.
-        timestep, sample: the arguments of that call.
-        result: what the scheduler returned.
+    """A step that a scheduler has taken: the number of its timestep (None: this scheduler does not count), what the
+    model returned (guided), the arguments of the call, and what the scheduler returned.
     """
 
     scheduler: Any
@@ -94,14 +88,10 @@ class StepEvents:
 
 
 def loop_steps(scheduler: Any, planned: int) -> int:
-    """Steps of a pipeline's denoising loop, once its timesteps are set: each is one of the scheduler, and a callback.
+    """Steps of a pipeline's denoising loop, once its timesteps are set; ``planned`` if the scheduler does not tell.
 
-    Not the steps that were asked for: schedulers of second order (Heun) have nearly twice as many timesteps, and with
-    an input image the loop begins at a later one.
-
-    Args:
-        scheduler: of the pipeline; None: it has none.
-        planned: steps if the scheduler does not tell.
+    Schedulers of second order (Heun) have nearly twice as many timesteps, and with an input image the loop begins
+    later.
     """
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or not hasattr(scheduler, "begin_index"):

@@ -31,15 +31,14 @@ def free_memory(device: torch.device, ranks_here: int = 1) -> float:
         # Freed tensors that torch's allocator keeps become the next ones.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + cached)
-    return _free_on_host() / ranks_here
+    return min(float(psutil.virtual_memory().available), _left_by_limits()) / ranks_here
 
 
 def far_from(room: float, stored: float, float32: bool, pixels: float) -> bool:
     """True if a model is so small beside ``room`` bytes of a rank that nothing needs to be predicted.
 
     Args:
-        stored: bytes of its files.
-        float32: whether it computes in float32, of which files may hold half.
+        stored: bytes of its files, which may hold half of what ``float32`` computes with.
         pixels: of a call; 0: not known.
     """
     return stored * (2 if float32 else 1) + 2 * MAX_PIXEL_BYTES * pixels < room
@@ -50,33 +49,24 @@ def stored_bytes(info: ModelInfo) -> float:
     return float(sum(path.stat().st_size for path in info.files.glob("*/*.safetensors")))
 
 
-def _free_on_host() -> float:
-    return min(float(psutil.virtual_memory().available), _left_by_limits(Path("/proc/self/cgroup")))
-
-
-def _left_by_limits(groups: Path) -> float:
-    """The free memory within this process's control group limits; infinite without limits."""
-    left = float("inf")
+def _left_by_limits() -> float:
+    """The free memory within the limits of this process's control group (version 2); infinite without limits."""
     with suppress(OSError):
-        for line in groups.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                left = min(left, _left(CGROUPS, path, "memory.max", "memory.current", "inactive_file"))
-            elif "memory" in controllers.split(","):
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                left = min(left, _left(CGROUPS / "memory", path, *names))
-    return left
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                return _left(CGROUPS, line.removeprefix("0::"))
+    return float("inf")
 
 
-def _left(root: Path, path: str, limit: str, used: str, cache: str) -> float:
+def _left(root: Path, path: str) -> float:
     """Bytes left to a group, within all groups around it."""
     left, folder = float("inf"), root / path.lstrip("/")
     while True:
         with suppress(OSError, ValueError):
             # Files' pages go when memory is wanted.
             pages = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            taken = int((folder / used).read_text()) - int(pages.get(cache, 0))
-            left = min(left, float(max(0, int((folder / limit).read_text()) - taken)))
+            taken = int((folder / "memory.current").read_text()) - int(pages.get("inactive_file", 0))
+            left = min(left, float(max(0, int((folder / "memory.max").read_text()) - taken)))
         if folder == root or root not in folder.parents:
             return left
         folder = folder.parent

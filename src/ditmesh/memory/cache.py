@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,19 +14,11 @@ from typing import Any, TypeVar
 
 from .._version import library_versions
 
-# Seconds after which the file of a version that has found nothing new since is deleted.
-_OUTDATED = 30 * 86400
-
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of a phase.
-
-    Attributes:
-        weights: of the model that runs.
-        activations: of tensors that are alive at the peak, besides weights, and of what kernels take.
-        kept: of these, what stays from step to step.
-        blocks: of the weights, those of one block of every kind.
+    """Bytes of a phase: the weights of the model that runs, tensors that are alive at the peak besides, what of these
+    stays from step to step, and of the weights those of one block of every kind.
     """
 
     weights: float
@@ -54,7 +45,9 @@ def kept(walk: Callable[..., Found]) -> Callable[..., Found]:
         if key not in _known:
             _known[key] = walk(*args)
             with suppress(OSError):
-                _write(key, _known[key])
+                _file().parent.mkdir(parents=True, exist_ok=True)
+                with _file().open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([key, _known[key]], default=vars) + "\n")
         return _known[key]
 
     return found
@@ -69,25 +62,11 @@ def _read() -> None:
                 _known[key] = [Needs(**one) for one in found] if isinstance(found, list) else Needs(**found)
 
 
-def _write(key: str, found: Needs | list[Needs]) -> None:
-    path = _file()
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for other in path.parent.glob("*.jsonl"):
-            if other.stat().st_mtime < time.time() - _OUTDATED:
-                other.unlink(missing_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps([key, found], default=vars) + "\n")
-
-
-def _file() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "ditmesh" / "memory" / f"{_fingerprint()}.jsonl"
-
-
 @cache
-def _fingerprint() -> str:
-    """A digest of the package's files and of the versions of the libraries that a walk runs."""
+def _file() -> Path:
+    """The file of this version of the package and of the libraries that a walk runs."""
     package = Path(__file__).parents[1]
     files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(package.rglob("*.py"))]
-    return sha256(repr([library_versions(), files]).encode()).hexdigest()[:16]
+    digest = sha256(repr([library_versions(), files]).encode()).hexdigest()[:16]
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "ditmesh" / "memory" / f"{digest}.jsonl"

@@ -16,13 +16,7 @@ PARTS = Path(__file__).with_name("parts.yaml")
 
 @dataclass(frozen=True)
 class Card:
-    """A device.
-
-    Attributes:
-        name: as the table has it.
-        memory: bytes.
-        runtime: of these, what a process takes before it holds a model.
-    """
+    """A device of the table: bytes of memory, and of these what a process takes without a model."""
 
     name: str
     memory: float

@@ -19,21 +19,13 @@ class Shape:
     """A model as the planner needs it: class and configuration of its transformer, and how pixels become tokens.
 
     Attributes:
-        name: as the user gives it.
         config: entries that are not the class's defaults.
-        pixels: along one side of an image token.
-        frames: of a video along one token, but for the first.
-        size: usual width and height.
-        num_frames: usual frames; 1 for images.
-        text: usual text tokens.
-        branches: of guidance: 2, or 1 for models that have it distilled in.
-        batched: whether its pipeline puts them into one call.
-        steps: usual denoising steps.
-        source: where the figures are from.
-        repository: its id on the model hub.
+        pixels: along one side of an image token; frames: of a video along one token, but for the first.
+        size, num_frames, text, steps: the usual ones; 1 frame for images.
+        branches: of guidance: 2, or 1 for models that have it distilled in; batched: whether they share one call.
+        source: where the figures are from; repository: its id on the model hub.
         scale: pixels of a latent.
-        vae: class of the autoencoder and its configuration; None: not known.
-        encoders: the same of text encoders, by the component's name.
+        vae, encoders: class and configuration of the autoencoder and of text encoders; None: not known.
     """
 
     name: str

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator
+import os
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -14,15 +16,14 @@ import torch.distributed as dist
 from ..comm.objects import broadcast_object, gather_objects
 from ..config import ParallelConfig
 from ..engine import DENOISERS, guided, refusal
-from ..errors import ConfigError, DitmeshError, InputError, LayoutError
+from ..errors import ConfigError, DitmeshError, InputError, LayoutError, first_line
 from ..generate.model_info import ModelInfo
 from ..layout import TokenLayout, known_models
 from ..strategies.heads import heads_of
 from .available import far_from, free_memory, stored_bytes
 from .catalogue import Shape
-from .phases import Component, Components, largest_phase, needs
+from .phases import Component, Components, needs
 from .sizes import Workload, workload_of
-from .unexpected import MISTAKES, unexpected
 from .walk import model_on_meta
 
 log = logging.getLogger(__name__)
@@ -31,16 +32,17 @@ Found = TypeVar("Found")
 # By the degrees of tensor and shard a configuration, and the bytes of its rank that needs most.
 TooLarge = dict[tuple[int, int], tuple[ParallelConfig, float]]
 
-# Most devices for which a configuration that would fit is looked for.
-MOST_DEVICES = 16
+# Numbers of devices for which a configuration that fits is looked for, behind the user's own.
+MORE_DEVICES = (2, 4, 8, 16)
+
+# Errors of a mistake in a prediction; a case that cannot be predicted raises a `DitmeshError`.
+MISTAKES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+# An environment variable with which mistakes raise, for tests; else the work goes on without the prediction.
+RAISE = "DITMESH_RAISE_MISTAKES"
 
 
 def components_of(info: ModelInfo, without: Collection[str] = ()) -> Components:
-    """The components of a pipeline's folder, from its JSON files; for other components the file sizes.
-
-    Args:
-        without: names of components that are left out.
-    """
+    """The components of a pipeline's folder, but those ``without``, from its JSON files; for others the file sizes."""
     parts: dict[str, Component] = {}
     encoders: dict[str, Component] = {}
     other = 0.0
@@ -74,14 +76,10 @@ class Demand:
     """What is asked of a model's ranks.
 
     Attributes:
-        components: the model.
-        usual: its usual request.
-        workload: the request; None: not known, so only the weights count for the check.
-        dtype: of the weights.
-        kind: of the devices.
+        usual: the model's usual request; workload: the one that is asked for; None: not known, so only the weights
+            count.
         offloaded: text encoders and autoencoder are elsewhere while they do not work.
-        images: of one call.
-        calls: of the pipeline, which groups of ranks may make side by side.
+        images: of one call; calls: of the pipeline, which groups of ranks may make side by side.
         branches: of guidance.
         runtime: bytes that a process takes before it holds a model.
     """
@@ -113,10 +111,8 @@ class Demand:
         """The demand of a pipeline's folder.
 
         Args:
-            workload: as the attribute.
             without: components that are not loaded.
             guidance: whether guidance runs two branches; default: whether the pipeline does when it is not told.
-            calls: of the pipeline, which may run side by side.
         """
         import diffusers
 
@@ -135,10 +131,8 @@ class Demand:
         )
 
     def largest(self, config: ParallelConfig, usual: bool = False) -> tuple[float, str]:
-        """Bytes of the rank that needs most, and in which phase.
-
-        Args:
-            usual: of the model's usual request where none is known, instead of loading alone.
+        """Bytes of the rank that needs most, and in which phase; ``usual``: where no request is known, of the model's
+        usual one instead of loading alone.
 
         Raises:
             LayoutError: the model cannot run without values, so that is not known.
@@ -147,11 +141,9 @@ class Demand:
         if config.inputs == "per-data-rank":
             # Every group has a call of its own.
             config = config.model_copy(update={"data": 1, "inputs": "broadcast"})
-        if self.workload is None and not usual:
-            every = needs(self.components, config, request, self.dtype, self.runtime, self.kind, self.offloaded)
-            phase = max((rank.phases[0] for rank in every), key=lambda phase: phase.total)
-        else:
-            phase = largest_phase(self.components, config, request, self.dtype, self.runtime, self.kind, self.offloaded)
+        every = needs(self.components, config, request, self.dtype, self.runtime, self.offloaded)
+        loading = self.workload is None and not usual
+        phase = max((rank.phases[0] if loading else rank.peak for rank in every), key=lambda phase: phase.total)
         return phase.total, phase.name
 
     def choose(self, world_size: int, room: float, usual: bool = True, passed: TooLarge | None = None) -> Choice:
@@ -195,11 +187,9 @@ class Demand:
         return min((heads_of(model, layout) or 1 for model, layout in self._models()), default=1)
 
     def refusal(self, config: ParallelConfig, room: float, limited: bool) -> str | None:
-        """The reason why a configuration does not fit, with one that does; None: it fits.
+        """The reason why a configuration does not fit into ``room`` bytes of a rank, with one that does; None: it fits.
 
-        Args:
-            room: bytes of a rank.
-            limited: whether that is a limit of each rank; else what is free, which on a CPU all ranks share.
+        ``limited``: that is a limit of each rank; else what is free, which on a CPU all ranks share.
         """
         needed, phase = self.largest(config)
         if needed <= room:
@@ -212,42 +202,22 @@ class Demand:
         )
 
     def fitting(self, world_size: int, room: float, limited: bool) -> WayOut:
-        """A configuration that fits, with the options to type: on as many devices first, then on others.
-
-        Args:
-            world_size, room, limited: as of `refusal`.
-        """
+        """A configuration that fits, with the options to type: on as many devices first, then on more."""
         passed: TooLarge = {}
-        for devices, here in self._rooms(world_size, room, limited):
-            if here != room:
-                passed = {}
-            choice = self._fitting(devices, here, passed)
-            if choice is not None:
-                return WayOut.of(choice)
+        # More ranks of a CPU have less memory each.
+        more = self.kind == "cuda" or limited
+        offers = [
+            (self, devices, "") for devices in (world_size, *(MORE_DEVICES if more else ())) if devices >= world_size
+        ]
         if self.kind == "cuda" and not self.offloaded:
-            choice = replace(self, offloaded=True)._fitting(world_size, room, {})
-            if choice is not None:
-                return WayOut.of(choice, " --offload model")
-        return WayOut(f"no exact configuration of up to {MOST_DEVICES} devices fits; use a smaller size or dtype")
-
-    def _fitting(self, devices: int, room: float, passed: TooLarge) -> Choice | None:
-        try:
-            choice = self.choose(devices, room, False, passed)
-        except DitmeshError:
-            return None
-        return choice if choice.fits and choice.needed is not None else None
-
-    def _rooms(self, world_size: int, room: float, limited: bool) -> Iterator[tuple[int, float]]:
-        """Numbers of devices to try, the user's first, and the bytes of a rank on each."""
-        yield world_size, room
-        if self.kind == "cpu" and not limited:
-            # All ranks share what is free: fewer have more of it each.
-            yield from ((devices, room * world_size / devices) for devices in range(world_size - 1, 0, -1))
-            return
-        devices = 1
-        while (devices := 2 * devices) <= MOST_DEVICES:
-            if devices > world_size:
-                yield devices, room
+            offers.append((replace(self, offloaded=True), world_size, " --offload model"))
+        for demand, devices, option in offers:
+            with suppress(DitmeshError):
+                choice = demand.choose(devices, room, False, passed if demand is self else {})
+                if choice.fits and choice.needed is not None:
+                    options = choice.config.options() + option
+                    return WayOut(f"{options} fits, with {gigabytes(choice.needed)} GB on a rank", options)
+        return WayOut(f"no exact configuration of up to {MORE_DEVICES[-1]} devices fits; use a smaller size or dtype")
 
     def _models(self) -> list[tuple[Any, TokenLayout]]:
         layouts = known_models()
@@ -265,21 +235,13 @@ class WayOut:
     sentence: str
     options: str = ""
 
-    @classmethod
-    def of(cls, choice: Choice, more: str = "") -> WayOut:
-        """A configuration that fits, and ``more`` options that it needs."""
-        assert choice.needed is not None
-        options = choice.config.options() + more
-        return cls(f"{options} fits, with {gigabytes(choice.needed)} GB on a rank", options)
-
 
 @dataclass(frozen=True)
 class Choice:
     """The configuration that the rule of ``"auto"`` names.
 
     Attributes:
-        images: of all calls.
-        room: bytes of a rank.
+        images: of all calls; room: bytes of a rank.
         needed: bytes of the rank that needs most; None: not known, or far from the limit.
         larger: the first one of the rule, which would be faster, and what it needs; None: it is this one.
         fits: whether it fits, as far as that is known; else none does.
@@ -334,12 +296,8 @@ def check_memory(
     A configuration that cannot be predicted is not refused.
 
     Args:
-        info: the model; its files are here.
-        config: of the ranks.
-        workload: what will be asked for; None: not known, so only the weights count.
+        workload, without, offloaded: as for `Demand`.
         limit: bytes that a rank may take; default: the device's free memory (on a CPU the host's, in equal parts).
-        without: components that are not loaded.
-        offloaded: text encoders and autoencoder are elsewhere while they do not work.
 
     Raises:
         InputError: on all ranks alike; names a configuration that fits, if one does.
@@ -349,10 +307,16 @@ def check_memory(
         return
 
     def look() -> str | None:
-        demand = Demand.of(info, dtype, kind_of(device), workload, without=without, offloaded=offloaded)
-        return demand.refusal(config, room, limit is not None)
+        try:
+            demand = Demand.of(info, dtype, kind_of(device), workload, without=without, offloaded=offloaded)
+            return demand.refusal(config, room, limit is not None)
+        except (DitmeshError, OSError) as error:
+            log.debug("%s: what it needs is not known: %s", info.name, error)
+        except MISTAKES as error:
+            _warn(error, f"{info.name} is loaded without a check of its memory")
+        return None
 
-    sentence = _of_first_rank(lambda: _known(info, look))
+    sentence = _of_first_rank(look)
     if sentence is not None:
         raise InputError(sentence)
 
@@ -372,13 +336,12 @@ def choose_for_ranks(
 ) -> Choice | None:
     """The configuration of ``"auto"`` for the ranks of the default process group, before anything is read. Collective.
 
-    Args:
-        info, dtype, device, workload, limit, without, offloaded: as for `check_memory`.
-        guidance, calls: as for `Demand.of`.
-        memory: whether it has to fit.
+    None: the class has no reviewed layout, so its transformer has to be looked at first.
 
-    Returns:
-        None: the class has no reviewed layout, so its transformer has to be looked at first.
+    Args:
+        info, dtype, device, workload, limit, without, offloaded: as for `check_memory`; guidance, calls: as for
+            `Demand`.
+        memory: whether it has to fit.
     """
     if info.transformer_class not in known_models():
         return None
@@ -399,7 +362,7 @@ def choose_for_ranks(
         try:
             return demand.choose(ranks, room if near and memory else float("inf"))
         except MISTAKES as error:
-            unexpected(log, error, f"The configuration of {info.name} is chosen without a look at its memory")
+            _warn(error, f"The configuration of {info.name} is chosen without a look at its memory")
             return demand.choose(ranks, float("inf"))
 
     return _of_first_rank(look)
@@ -442,12 +405,9 @@ def _of_first_rank(look: Callable[[], Found]) -> Found:
     return value
 
 
-def _known(info: ModelInfo, look: Callable[[], str | None]) -> str | None:
-    """The reason why a request does not fit; None: it does, or that is not known."""
-    try:
-        return look()
-    except (DitmeshError, OSError) as error:
-        log.debug("%s: what it needs is not known: %s", info.name, error)
-    except MISTAKES as error:
-        unexpected(log, error, f"{info.name} is loaded without a check of its memory")
-    return None
+def _warn(error: Exception, consequence: str) -> None:
+    """Say that a prediction has failed, and what is done without it."""
+    if os.environ.get(RAISE):
+        raise error
+    log.warning("%s (%s: %s)", consequence, type(error).__name__, first_line(error, "no message"))
+    log.debug("the traceback:", exc_info=error)

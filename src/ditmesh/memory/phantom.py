@@ -18,8 +18,6 @@ class PhantomLink(Link):
     """A `Link` to absent ranks. Received tensors have shapes and no values.
 
     Args:
-        name, size, rank: as of `Link`.
-        traffic: what counts the bytes sent.
         listen: told of each exchange: the link's name, its kind and the bytes that this rank sends.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +16,7 @@ from ..layout.describe import meta_model
 from ..strategies.pipefusion.stages import first_cut, kinds_of, stage_of
 from .cache import Needs, kept
 from .sizes import Workload
-from .walk import WalkOptions, decode, denoise, key_bytes, walk_encoder
+from .walk import decode, denoise, key_bytes, walk_encoder
 
 PicturePhase = Literal["load", "encode", "denoise", "decode"]
 
@@ -31,14 +31,9 @@ class Component:
 
 @dataclass(frozen=True)
 class Components:
-    """The components of a pipeline that need memory.
+    """The components of a pipeline that need memory; ``scale``: pixels of a latent.
 
-    Attributes:
-        pipeline: class of the pipeline; None: not known.
-        encoders: of texts, by the component's name.
-        vae: the autoencoder, if there is one.
-        scale: pixels of a latent.
-        other: bytes of weights of which nothing is known but their files.
+    ``other``: bytes of weights of which nothing is known but their files.
     """
 
     name: str
@@ -52,13 +47,8 @@ class Components:
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes of a rank in a phase of a workload.
-
-    Attributes:
-        weights: of all components that are there.
-        activations: of tensors beside weights at the peak, with what kernels take.
-        kept: keys and values of earlier steps that are there besides.
-        process: bytes of a process without a model.
+    """Bytes of a rank in a phase: weights of all components that are there, tensors beside them at the peak, keys and
+    values of earlier steps that are there besides, and a process without a model.
     """
 
     name: PicturePhase
@@ -73,33 +63,16 @@ class Phase:
         return self.weights + self.activations + self.kept + self.process
 
 
-class _Summed(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def total(self) -> float: ...
-
-
-AnyPhase = TypeVar("AnyPhase", bound=_Summed)
-
-
 @dataclass(frozen=True)
-class RankNeeds(Generic[AnyPhase]):
-    """The memory of each of several equal ranks.
-
-    Attributes:
-        stage: of the pipe axis; all its ranks need the same.
-        ranks: how many they are.
-        phases: in their order.
-    """
+class RankNeeds:
+    """The memory of each of several equal ``ranks`` of a stage of the pipe axis, phase by phase."""
 
     stage: int
     ranks: int
-    phases: tuple[AnyPhase, ...]
+    phases: tuple[Phase, ...]
 
     @cached_property
-    def peak(self) -> AnyPhase:
+    def peak(self) -> Phase:
         """The phase that needs most."""
         return max(self.phases, key=lambda phase: phase.total)
 
@@ -120,53 +93,30 @@ def needs(
     workload: Workload,
     dtype: torch.dtype,
     process: float = 0.0,
-    device: Literal["cpu", "cuda"] = "cpu",
     offloaded: bool = False,
-    kernels: bool = True,
-) -> list[RankNeeds[Phase]]:
+) -> list[RankNeeds]:
     """Predict the memory of every rank from configurations, without computing anything.
 
     Weights of a rank are its slices, stages and pieces; there is no other copy of them in any phase. Text encoders are
-    whole on every rank while it loads, and then where ``text_encoder`` says.
+    whole on every rank while it loads, and then where ``text_encoder`` says. What kernels take besides their results is
+    not known and not counted.
 
     Args:
         process: bytes of a process without a model.
-        device: what ranks compute on. What GPUs' kernels take besides results (cuDNN, cuBLAS) is not known and not
-            counted.
         offloaded: text encoders and autoencoder are elsewhere while they do not work.
-        kernels: whether a CPU kernel's memory besides its results counts.
 
     Raises:
         LayoutError: a component cannot run without values, or has no reviewed layout.
     """
-    how = WalkOptions(dtype, kernels and device == "cpu")
-    vae, text = _decoding(components, config, workload, how), _encoding(components, config, workload, how, offloaded)
-    found: list[RankNeeds[Phase]] = []
-    for stage, one in enumerate(_denoising(components, config, workload, how)):
+    vae, text = (
+        _decoding(components, config, workload, dtype),
+        _encoding(components, config, workload, dtype, offloaded),
+    )
+    found: list[RankNeeds] = []
+    for stage, one in enumerate(_denoising(components, config, workload, dtype)):
         ranks = config.world_size // config.pipe
         found.append(RankNeeds(stage, ranks, _phases(components, one, text, vae, offloaded, process)))
     return found
-
-
-def largest_phase(
-    components: Components,
-    config: ParallelConfig,
-    workload: Workload,
-    dtype: torch.dtype,
-    process: float = 0.0,
-    device: Literal["cpu", "cuda"] = "cpu",
-    offloaded: bool = False,
-) -> Phase:
-    """The phase of the rank that needs most: the one figure by which a request fits a device.
-
-    Args:
-        components, config, workload, dtype, process, device, offloaded: as of `needs`.
-
-    Raises:
-        LayoutError: as for `needs`.
-    """
-    found = needs(components, config, workload, dtype, process, device, offloaded)
-    return max((rank.peak for rank in found), key=lambda phase: phase.total)
 
 
 @dataclass(frozen=True)
@@ -200,14 +150,14 @@ def _phases(
 
 
 def _encoding(
-    components: Components, config: ParallelConfig, workload: Workload, how: WalkOptions, offloaded: bool = False
+    components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype, offloaded: bool = False
 ) -> _EncoderMemory:
     """The memory of a rank that encodes."""
     alone, parts = ParallelConfig(), components.encoders.values()
-    whole = [walk_encoder(part.kind, part.settings, alone, workload.text, how) for part in parts]
+    whole = [walk_encoder(part.kind, part.settings, alone, workload.text, dtype) for part in parts]
     cut = config.text_encoder in ("tensor", "sharded") and config.world_size > 1
     among = _settings(config, "text_encoder", ring=config.world_size)
-    every = [walk_encoder(part.kind, part.settings, among, workload.text, how) for part in parts] if cut else whole
+    every = [walk_encoder(part.kind, part.settings, among, workload.text, dtype) for part in parts] if cut else whole
     most = max(every, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))
     if offloaded:
         return _EncoderMemory(0.0, most.weights, 0.0, most.activations)
@@ -216,7 +166,7 @@ def _encoding(
     return _EncoderMemory(loaded, held, later, most.activations)
 
 
-def _decoding(components: Components, config: ParallelConfig, workload: Workload, how: WalkOptions) -> Needs:
+def _decoding(components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype) -> Needs:
     vae = components.vae
     if vae is None:
         return Needs(0.0, 0.0)
@@ -225,15 +175,15 @@ def _decoding(components: Components, config: ParallelConfig, workload: Workload
     among = _settings(config, "data", "cfg", "vae", "reproducible", ring=rest)
     height, width = workload.height // components.scale, workload.width // components.scale
     sizes = workload.pictures, workload.latent_frames or workload.frames, height, width
-    return decode(vae.kind, vae.settings, among, sizes, how)
+    return decode(vae.kind, vae.settings, among, sizes, dtype)
 
 
-def _denoising(components: Components, config: ParallelConfig, workload: Workload, how: WalkOptions) -> list[Needs]:
+def _denoising(components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype) -> list[Needs]:
     """For every stage what its ranks need, of all transformers."""
-    # Neither where the other components are nor how many steps follow changes a step.
+    # Neither where the other components are nor dtype many steps follow changes a step.
     among = config.model_copy(update={"text_encoder": "whole", "vae": "auto"})
-    workload = replace(workload, steps=1, element=how.dtype.itemsize)
-    stages = [_stages(part, among, workload, how) for part in components.denoisers]
+    workload = replace(workload, steps=1, element=dtype.itemsize)
+    stages = [_stages(part, among, workload, dtype) for part in components.denoisers]
     return [
         Needs(
             # One of several transformers runs at a time.
@@ -250,7 +200,7 @@ def _settings(config: ParallelConfig, *names: str, **others: Any) -> ParallelCon
 
 
 @kept
-def _stages(part: Component, config: ParallelConfig, workload: Workload, how: WalkOptions) -> list[Needs]:
+def _stages(part: Component, config: ParallelConfig, workload: Workload, dtype: torch.dtype) -> list[Needs]:
     """The memory that the ranks of every stage need for one transformer."""
     layout = known_models().get(part.kind)
     if layout is None:
@@ -259,13 +209,13 @@ def _stages(part: Component, config: ParallelConfig, workload: Workload, how: Wa
             f"{', '.join(sorted(known_models()))}"
         )
     if not config.stages_or_patches:
-        return [denoise(part.kind, part.settings, layout, config, workload, how)]
+        return [denoise(part.kind, part.settings, layout, config, workload, dtype)]
     # In synchronous steps every stage has the whole image, and nothing needs more. Keys of a stage's blocks stay.
     whole = _settings(config, "data", "cfg", "ring", "ulysses", "tensor", "shard", "text", "vae")
-    one = denoise(part.kind, part.settings, layout, whole, workload, how)
+    one = denoise(part.kind, part.settings, layout, whole, workload, dtype)
     model = meta_model(part.kind, dict(part.settings))
     order, lengths = kinds_of(model, layout), first_cut(model, layout, config)
-    keys = key_bytes(part.kind, part.settings, layout, config, workload, how)
+    keys = key_bytes(part.kind, part.settings, layout, config, workload, dtype)
     found = []
     for stage in range(config.pipe):
         here = [kind for kind, place in zip(order, stage_of(lengths), strict=True) if place == stage]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError
-from ..generate.model_info import ModelInfo
+from ..generate.model_info import ModelInfo, parameters_of
 from .catalogue import Shape
 
 # Argument names for the number of frames.
@@ -23,11 +23,8 @@ class Workload:
     """The sizes of a request, as every prediction of seconds and of bytes reads them.
 
     Attributes:
-        rows, cols, frames: image tokens of a sample along height, width and time.
-        text: text tokens of a sample.
-        pictures: made at once.
-        branches: of guidance; 1 without.
-        batched: whether they are rows of one call of the transformer; else each has a call of its own.
+        rows, cols, frames: image tokens of a sample along height, width and time; text: its text tokens.
+        batched: whether images and branches of guidance are rows of one call of the transformer; else each has its own.
         element: bytes of an element of the weights.
         width, height: in pixels; 0 where only tokens are known, which do not say what decoding takes.
         latent_frames: that the autoencoder decodes; 0: as many as there are tokens along time.
@@ -45,11 +42,6 @@ class Workload:
     width: int = 0
     height: int = 0
     latent_frames: int = 0
-
-    @classmethod
-    def of_tokens(cls, image: int, text: int, **sizes: Any) -> Workload:
-        """A workload with a known number of image tokens and an unknown grid."""
-        return cls(1, image, text=text, **sizes)
 
     @property
     def image(self) -> int:
@@ -70,12 +62,9 @@ def workload_of(
     frames: int | None = None,
     **more: Any,
 ) -> Workload:
-    """The request for a model; None: the default.
+    """The request for a pipeline in a folder, or for one with sizes that ship; None: the default.
 
     Args:
-        model: the pipeline in a folder, or one with sizes that ship.
-        size: width and height in pixels.
-        text: text tokens.
         pictures: of one call.
         guidance: whether it has two branches; None: unless the transformer has guidance distilled in.
         frames: of a video, as the pipeline's call counts them; not those of the latents.
@@ -99,7 +88,7 @@ def workload_of(
         video = frames or usual_frames(model)
         cells, rows, cols = model.token_grid(width, height, video)
         branches = 2 - bool(model.transformer.get("guidance_embeds"))
-        usual, latent_frames = usual_text(_class(model)), model.latent_frames(video)
+        usual, latent_frames = _defaults(model, (LENGTH,)) or TEXT_TOKENS, model.latent_frames(video)
         together = batched(model.pipeline_class)
     return Workload(
         rows,
@@ -122,7 +111,7 @@ def check_frames(info: ModelInfo, frames: int) -> None:
     Raises:
         InputError: naming the option, or the nearest possible numbers.
     """
-    if (kind := _class(info)) and not {*FRAMES, "video"} & {*inspect.signature(kind.__call__).parameters}:
+    if (given := parameters_of(info.pipeline_class)) and not {*FRAMES, "video"} & given.keys():
         raise InputError(f"--frames {frames}: {info.pipeline_class} makes images; leave --frames out")
     info.check_frames(frames)
 
@@ -143,25 +132,9 @@ def usual_frames(info: ModelInfo) -> int:
 
 def _defaults(info: ModelInfo, names: tuple[str, ...]) -> int | None:
     """The first of these arguments that the pipeline's call has a number for."""
-    kind = _class(info)
-    given = {} if kind is None else inspect.signature(kind.__call__).parameters
+    given = parameters_of(info.pipeline_class)
     defaults = (given[name].default for name in names if name in given)
     return next((value for value in defaults if isinstance(value, int)), None)
-
-
-def _class(info: ModelInfo) -> type[Any] | None:
-    """The pipeline's class; None: it is none of diffusers."""
-    import diffusers
-
-    kind = getattr(diffusers, info.pipeline_class, None)
-    return kind if isinstance(kind, type) else None
-
-
-def usual_text(pipeline: type | None) -> int:
-    """Text tokens that a class of pipelines takes when it is not told; None: there is none."""
-    given = {} if pipeline is None else inspect.signature(pipeline.__call__).parameters
-    default = given[LENGTH].default if LENGTH in given else None
-    return default if isinstance(default, int) else TEXT_TOKENS
 
 
 def batched(pipeline: str | None) -> bool:

@@ -13,12 +13,12 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,10 +27,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from ..comm import PeerError
 from ..config import ParallelConfig
 from ..core.alive import LiveBytes
 from ..core.clock import TIMESTEPS
 from ..engine import Engine
+from ..engine.explain import Layer
 from ..errors import DitmeshError, LayoutError, first_line
 from ..layout import TokenLayout
 from ..layout.conventions import CallVariant, Conventions, Size, call_variants
@@ -50,28 +52,11 @@ log = logging.getLogger(__name__)
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 # Exceptions of models that read values, or that are called with unexpected arguments.
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
-# torch's own convolution is taken for small inputs of small kernels: elements of its first four dimensions.
-_SMALL = 20480
 # Steps of a stale strategy that are looked at: a synchronous one, one that uses its keys, one that overwrites them.
 WALKED_STEPS = 3
+Result = TypeVar("Result")
 # The form of call with which the walk of a model has succeeded; every other form fails again.
 VARIANTS: WeakKeyDictionary[nn.Module, CallVariant] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class WalkOptions:
-    """Options of all walks.
-
-    Attributes:
-        kernels: whether a CPU kernel's memory besides its results counts.
-    """
-
-    dtype: torch.dtype
-    kernels: bool = False
-
-    def meter(self, model: nn.Module) -> LiveBytes:
-        """A meter of tensors that are alive beside a model's weights."""
-        return LiveBytes((*model.parameters(), *model.buffers()), cpu_workspace if self.kernels else None)
 
 
 def denoise(
@@ -80,15 +65,9 @@ def denoise(
     layout: TokenLayout,
     config: ParallelConfig,
     workload: Workload,
-    how: WalkOptions,
+    dtype: torch.dtype,
 ) -> Needs:
-    """A denoising step of one rank that has all blocks.
-
-    Args:
-        transformer, settings: class and configuration.
-        config: without stages and patches.
-        workload: the request.
-        how: what else the walk is told.
+    """A denoising step of one rank that has all blocks of a transformer; ``config`` is without stages and patches.
 
     Raises:
         LayoutError: the transformer cannot run without values.
@@ -103,7 +82,7 @@ def denoise(
 
     def look(blocks: Sequence[int]) -> Needs:
         with kept_blocks(model, layout, blocks), manual_collection():
-            return _step(model, layout, config, workload, how)
+            return _step(model, layout, config, workload, dtype)
 
     once = look([1] * len(counts))
     weights = once.weights + sum((count - 1) * block for count, block in zip(counts, once.blocks, strict=True))
@@ -160,7 +139,7 @@ def key_bytes(
     layout: TokenLayout,
     config: ParallelConfig,
     workload: Workload,
-    how: WalkOptions,
+    dtype: torch.dtype,
 ) -> list[float]:
     """Bytes of keys that a rank of a pipeline stage keeps of one block of every kind, between the steps.
 
@@ -168,25 +147,46 @@ def key_bytes(
         LayoutError: the transformer cannot run without values.
     """
     model = model_on_meta(transformer, json.dumps(settings, default=str))
-    order, reasons = kinds_of(model, layout), list[str]()
+    order = kinds_of(model, layout)
     rows, calls = workload.calls(-(-workload.pictures // config.data), -(-workload.branches // config.cfg))
     size = Size(workload.rows, workload.cols, workload.text, rows, workload.frames)
-    for way in sorted(call_variants(model), key=lambda way: (way != VARIANTS.get(model), way.optional)):
+
+    def keys_of_call(make: Conventions) -> list[float]:
         keys = _AttentionKeys(workload.image, max(order) + 1)
-        with kept_blocks(model, layout, [1] * len(keys.found)), fake_weights(model, how.dtype), ExitStack() as undo:
+        with kept_blocks(model, layout, [1] * len(keys.found)), ExitStack() as undo:
             for kind, (_, block) in zip(dict.fromkeys(order), blocks_of(model, layout), strict=True):
                 hook = block.register_forward_pre_hook(lambda *_, keys=keys, kind=kind: setattr(keys, "kind", kind))
                 undo.callback(hook.remove)
+            with keys:
+                model(**make.inputs(size))
+        # Of attention every rank has some of the heads.
+        return [calls * found / config.tensor / config.ulysses for found in keys.found]
+
+    return _by_any_call(model, dtype, keys_of_call)
+
+
+def _by_any_call(model: nn.Module, dtype: torch.dtype, run: Callable[[Conventions], Result]) -> Result:
+    """The result of a walk in the first form of call with which the model runs without values.
+
+    Raises:
+        LayoutError: there is none; names the reason of the likeliest.
+    """
+    reasons: list[str] = []
+    for way in sorted(call_variants(model), key=lambda way: (way != VARIANTS.get(model), way.optional)):
+        with fake_weights(model, dtype):
             make = Conventions(model, way)
-            make.dtype = how.dtype
+            # The first parameter may be one that stays in float32.
+            make.dtype = dtype
             try:
-                with keys:
-                    model(**make.inputs(size))
-                # Of attention every rank has some of the heads.
-                return [calls * found / config.tensor / config.ulysses for found in keys.found]
+                result = run(make)
             except (DitmeshError, *FAILURES) as error:
                 reasons.append(f"{first_line(error)} ({way})")
-    raise LayoutError(f"{type(model).__name__} cannot run without values: {first_of(reasons)}")
+                continue
+        VARIANTS[model] = way
+        return result
+    raise LayoutError(
+        f"{type(model).__name__} cannot run without values, so what it needs is not known: {first_of(reasons)}"
+    )
 
 
 @lru_cache(maxsize=2)
@@ -215,40 +215,42 @@ def manual_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _step(model: nn.Module, layout: TokenLayout, config: ParallelConfig, workload: Workload, how: WalkOptions) -> Needs:
+def _step(
+    model: nn.Module, layout: TokenLayout, config: ParallelConfig, workload: Workload, dtype: torch.dtype
+) -> Needs:
     """Some steps of a model on the meta device; it is left as it was."""
-    reasons: list[str] = []
     batch, calls = workload.calls(workload.pictures, workload.branches)
     size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
-    for way in sorted(call_variants(model), key=lambda way: (way != VARIANTS.get(model), way.optional)):
-        with fake_weights(model, how.dtype):
-            alive, mesh = how.meter(model), phantom_mesh(config)
-            engine = Engine([(model, layout)], config, mesh, owns_mesh=False)
-            engine.open(model)
-            units = _units(engine.models[0].find(ShardedWeights), alive)
-            for tensor in (*model.parameters(), *model.buffers()):
-                # Tensors that are cut have memory of their own.
-                alive.hold(tensor)
-            weights = weight_bytes(model, units)
-            firsts = dict(zip(reversed(kinds_of(model, layout)), reversed(blocks_of(model, layout)), strict=True))
-            blocks = tuple(weight_bytes(firsts[kind][1], units) for kind in sorted(firsts))
-            try:
-                make = Conventions(model, way)
-                # The first parameter may be one that stays in float32.
-                make.dtype = how.dtype
-                kept = _some_steps(engine, model, alive, make, size, calls)
-                VARIANTS[model] = way
-                return Needs(weights, alive.peak, kept, blocks)
-            except (DitmeshError, *FAILURES) as error:
-                reasons.append(f"{first_line(error)} ({way})")
-            finally:
-                engine.end_request(failed=True)
-                # Putting slices of weights together would take most of a walk's time.
-                mesh.tensor.over = True  # type: ignore[attr-defined]
-                engine.close()
-    raise LayoutError(
-        f"{type(model).__name__} cannot run without values, so what it needs is not known: {first_of(reasons)}"
-    )
+
+    def steps_of_call(make: Conventions) -> Needs:
+        alive, mesh = LiveBytes((*model.parameters(), *model.buffers())), phantom_mesh(config)
+        engine = Engine([(model, layout)], config, mesh, owns_mesh=False)
+        engine.open(model)
+        units = _units(engine.models[0].find(ShardedWeights), alive)
+        for tensor in (*model.parameters(), *model.buffers()):
+            # Tensors that are cut have memory of their own.
+            alive.hold(tensor)
+        weights = weight_bytes(model, units)
+        firsts = dict(zip(reversed(kinds_of(model, layout)), reversed(blocks_of(model, layout)), strict=True))
+        blocks = tuple(weight_bytes(firsts[kind][1], units) for kind in sorted(firsts))
+        try:
+            with WithoutValues(), alive:
+                inputs = make.inputs(size)
+                gc.collect()
+                engine.begin_request(WALKED_STEPS)
+                before = alive.now
+                run_steps(engine, model, inputs, calls)
+                gc.collect()
+                kept = max(0.0, alive.now - before)
+                engine.end_request()
+            return Needs(weights, alive.peak, kept, blocks)
+        finally:
+            engine.end_request(failed=True)
+            # Putting slices of weights together would take most of a walk's time.
+            mesh.tensor.over = True  # type: ignore[attr-defined]
+            engine.close()
+
+    return _by_any_call(model, dtype, steps_of_call)
 
 
 @contextmanager
@@ -272,6 +274,26 @@ def kept_blocks(model: nn.Module, layout: TokenLayout, counts: Sequence[int]) ->
             setattr(model.get_submodule(parent), name, whole)
 
 
+def layers_around(
+    transformer: str, settings: Mapping[str, Any], layout: TokenLayout, config: ParallelConfig, dtype: torch.dtype
+) -> list[Layer]:
+    """Layers around the call of a transformer with one block of each kind, outermost first.
+
+    Raises:
+        ConfigError: the transformer cannot run with the configuration.
+    """
+    model = meta_model(transformer, dict(settings)).eval()
+    with kept_blocks(model, layout, [1] * (max(kinds_of(model, layout)) + 1)), fake_weights(model, dtype):
+        engine = Engine([(model, layout)], config, phantom_mesh(config), owns_mesh=False)
+        engine.open(model)
+        try:
+            return engine.explain()
+        finally:
+            # Stages cannot put weights without values together again, and this model is used no more.
+            with suppress(PeerError):
+                engine.close()
+
+
 def first_of(reasons: Sequence[str]) -> str:
     """The reason why the likeliest way to call a model failed, and how many others did."""
     if not reasons:
@@ -279,33 +301,15 @@ def first_of(reasons: Sequence[str]) -> str:
     return reasons[0] + (f"; {len(reasons) - 1} other ways to call it failed too" if len(reasons) > 1 else "")
 
 
-def _some_steps(engine: Engine, model: nn.Module, alive: LiveBytes, make: Conventions, size: Size, calls: int) -> float:
-    """The live tensors between the steps."""
-    with WithoutValues(), alive:
-        inputs = make.inputs(size)
-        gc.collect()
-        engine.begin_request(WALKED_STEPS)
-        before = alive.now
-        outputs = run_steps(engine, model, inputs, calls)
-        del outputs
-        gc.collect()
-        kept = max(0.0, alive.now - before)
-        engine.end_request()
-    return kept
-
-
 def run_steps(
     engine: Engine, model: nn.Module, inputs: dict[str, Any], calls: int, begin: Callable[[], None] = lambda: None
 ) -> list[Any]:
-    """Run a request's first steps: enough for a stale one where there are any, else one.
+    """Run a request's first steps: enough for a stale one where there are any, else one. Returns the results of the
+    last.
 
     Args:
         inputs: of the first step; their times are changed.
-        calls: of the model in a step.
-        begin: called before every step.
-
-    Returns:
-        The results of the last step.
+        calls: of the model in a step; begin: called before every step.
     """
     outputs = []
     for step in range(WALKED_STEPS if engine.control is not None else 1):
@@ -380,15 +384,12 @@ def decode(
     settings: Mapping[str, Any],
     config: ParallelConfig,
     sizes: tuple[int, int, int, int],
-    how: WalkOptions,
+    dtype: torch.dtype,
 ) -> Needs:
-    """Decoding on one rank, whole or in bands as the configuration says.
+    """Decoding on one rank of an autoencoder, whole or in bands as the configuration says.
 
     Args:
-        kind, settings: class and configuration of the autoencoder.
-        config: who takes part.
         sizes: images, frames if they are videos, height and width of the latents.
-        how: what else the walk is told.
 
     Raises:
         LayoutError: it cannot run without values.
@@ -399,8 +400,8 @@ def decode(
     video = any(parameter.dim() == 5 for parameter in getattr(vae, "decoder", vae).parameters())
     pictures, frames, *plane = sizes
     latents = (pictures, channels, *((frames,) if video else ()), *plane)
-    with fake_weights(vae, how.dtype), manual_collection():
-        alive = how.meter(vae)
+    with fake_weights(vae, dtype), manual_collection():
+        alive = LiveBytes((*vae.parameters(), *vae.buffers()))
         context = Context(config, phantom_mesh(config), [])
         wanted: list[type[Strategy]] = [one for one in (DecodedRows, BandedVae) if one.wanted(config)]
         pipe = SimpleNamespace(vae=vae)
@@ -412,7 +413,7 @@ def decode(
                 for strategy in strategies:
                     strategy.begin_request(Request(pipe))
                     undo.callback(strategy.end_request, True)
-                vae.decode(torch.empty(latents, dtype=how.dtype), return_dict=False)
+                vae.decode(torch.empty(latents, dtype=dtype), return_dict=False)
         except FAILURES as error:
             raise LayoutError(
                 f"{kind} cannot run without values, so what decoding needs is not known: {first_line(error)}"
@@ -441,19 +442,16 @@ def walk_encoder(
     settings: Mapping[str, Any],
     config: ParallelConfig,
     tokens: int,
-    how: WalkOptions,
+    dtype: torch.dtype,
 ) -> Needs:
     """A text encoder's run over one prompt on a rank that holds it, whole, in slices or sharded.
 
-    Args:
-        kind, settings: class of transformers, and configuration.
-        tokens: of the prompt, at most as many as the model has positions for.
-        how: what else the walk is told.
+    ``tokens``: of the prompt, at most as many as the model has positions for.
     """
     model = encoder_on_meta(kind, settings)
     most = getattr(model.config, "max_position_embeddings", None) or tokens
-    with fake_weights(model, how.dtype), manual_collection():
-        alive, sharded = how.meter(model), None
+    with fake_weights(model, dtype), manual_collection():
+        alive, sharded = LiveBytes((*model.parameters(), *model.buffers())), None
         if config.text_encoder == "sharded" and config.world_size > 1:
             sharded = in_pieces(model, phantom_mesh(config).world)
         elif config.text_encoder == "tensor" and config.world_size > 1:
@@ -472,21 +470,4 @@ def walk_encoder(
                 log.debug("%s does not run without values: %s", kind, error)
     # Streams of a token through the widest layer, which no encoder exceeds by much.
     widest = max(prod(one.shape[:1]) for one in model.parameters())
-    return Needs(weights, 4.0 * tokens * min(widest, 65536) * how.dtype.itemsize)
-
-
-def cpu_workspace(func: Any, args: tuple[Any, ...], out: Any) -> float:
-    """Bytes that a kernel of torch takes on a CPU besides its results.
-
-    A convolution of oneDNN copies its input, its weight and its result between torch's order and its own, in which
-    channels lie in blocks; torch's own one, which small inputs get, unfolds its input. Attention turns a mask of
-    booleans into one of numbers.
-    """
-    if func is torch.ops.aten.convolution.default:
-        x, weight, groups = args[0], args[1], args[8]
-        kernel = prod(weight.shape[2:])
-        small = groups == 1 and x.shape[0] == 1 and prod(x.shape[:4]) <= _SMALL and min(weight.shape[-2:]) <= 3
-        if small:
-            return 0.0 if kernel == 1 else float(weight.shape[1] * kernel * prod(out.shape[2:]) * x.element_size())
-        return 0.0 if kernel == 1 else float(x.nbytes + weight.nbytes + out.nbytes)
-    return 0.0
+    return Needs(weights, 4.0 * tokens * min(widest, 65536) * dtype.itemsize)
