@@ -155,22 +155,6 @@ def test_without_a_residual_the_decision_is_that_of_diffusers(ranks):
         assert found[::2] == found[1::2]
 
 
-def kept_after(times: int) -> int:
-    pipe = MAKERS["flux"]()
-    with ditmesh.parallelized(pipe, {"ulysses": 2}):
-        (caches,) = [one for one in ditmesh.engine_of(pipe).strategies if one.name == "caches"]
-        for _ in range(times):
-            pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-            draw(pipe, arguments("flux", [1], steps=1, true_cfg_scale=1.0))
-            pipe.transformer.disable_cache()
-        draw(pipe, arguments("flux", [1], steps=1, true_cfg_scale=1.0))
-        return len(caches._agreeing)
-
-
-def test_nothing_is_kept_of_caches_that_were_taken_off(ranks):
-    assert ranks(2).run(kept_after, 3) == [0, 0]
-
-
 def restored() -> bool:
     pipe = MAKERS["flux"]()
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))

@@ -8,7 +8,6 @@ from test_parity import name_of
 from ditmesh.config import ParallelConfig
 from support.gradients import (
     STALE,
-    bytes_of_step,
     mixed_precision,
     ordered_data,
     ordered_step,
@@ -17,9 +16,6 @@ from support.gradients import (
     training_step,
     whole_model_again,
 )
-from support.models import ODD, RAGGED
-from support.tensor import expected_dit_backward_bytes, expected_tensor_bytes
-from support.traffic import expected_training_bytes
 
 MODELS = ["DiT", "PixArt", "SD3", "Flux", "Wan", "CogVideoX", "HunyuanVideo"]
 # Every strategy and every model; the rest of the product is the matrix.
@@ -136,26 +132,6 @@ def test_mixed_precision(ranks, config):
     """Under autocast queries, keys and values reach attention in different dtypes, and leave it in one."""
     for error, of_one_device in ranks(2).run(mixed_precision, config):
         assert error <= 2 * of_one_device
-
-
-@pytest.mark.parametrize("model", ["DiT", "SD3"])
-def test_bytes_on_the_wire(ranks, model):
-    """Of forward and backward: counters equal the formula, from shapes alone."""
-    for config in ({"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "ring": 2}):
-        for size in (ODD, RAGGED):
-            world = ParallelConfig(**config).world_size
-            for rank, found in enumerate(ranks(world).run(bytes_of_step, model, {**config, "text": "shard"}, size)):
-                assert found == expected_training_bytes(model, config, size, rank)
-
-
-def test_bytes_of_tensor_ranks(ranks):
-    """The same of sums over tensor ranks."""
-    for config in ({"tensor": 2}, {"tensor": 2, "ulysses": 2}):
-        sequence = config.get("ulysses", 1)
-        for rank, found in enumerate(ranks(2 * sequence).run(bytes_of_step, "DiT", config, ODD)):
-            forward, backward = (sent["tensor"] for sent in found)
-            assert forward == expected_tensor_bytes("DiT", ODD, rank, 2, sequence)
-            assert backward == expected_dit_backward_bytes(ODD, rank, 2, sequence)
 
 
 def test_checkpointing_of_a_whole_call(ranks):

@@ -250,18 +250,14 @@ def test_settings_are_put_back(ranks):
     ("settings", "words"),
     [
         ({"tensor": 2}, "tensor=2"),
-        ({"compile": "inductor"}, "compile"),
-        ({"exchange": "displaced", "ring": 2}, "exchange"),
         ({"ulysses": 4, "tiles": 3}, "tiles=4"),
         (
             {"pipe": 2, "ulysses": 2},
             r"would cut the patches of pipe=2, patches=2 again.*use more stages \(pipe\) or data",
         ),
-        ({"patches": 4, "ring": 2}, "ring=2 x ulysses=1 ranks would cut the patches"),
         ({"pipe": 2, "cfg": 2}, "cfg=2 makes exact steps.*use more stages"),
         ({"pipe": 2, "warmup": "adaptive(0.1)"}, "with pipe or patches use"),
         ({"speeds": (1, 0), "ring": 2}, "above 0"),
-        ({"speeds": (1, 2, 3), "ring": 2}, "are 3"),
     ],
 )
 def test_refused_settings(settings, words):

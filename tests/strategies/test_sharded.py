@@ -20,7 +20,6 @@ from support.sharded import (
     compared,
     encoded,
     encoded_alone,
-    encoder_broken_off,
     fingerprints,
     not_of_its_files,
     refused,
@@ -195,37 +194,12 @@ def test_text_encoders(ranks, how, most, shard):
         assert result["restored"]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("act", ["raise", "interrupt"])
-@pytest.mark.parametrize("how", ["sharded", "rank0", "freed"])
-def test_encoding_that_was_broken_off(ranks, how, act):
-    """On one rank, beside a transformer in pieces: the next prompt is encoded as ever, and the weights come back."""
-    first, second = ranks(2).run(encoder_broken_off, how, {"ulysses": 2, "shard": 2}, act)
-    assert "on purpose" in first["error"]
-    assert "on purpose" in first["again"]
-    # What goes through gloo alone, as rank 0's broadcasts, does not say which rank.
-    named = "a rank of the world link" if how == "rank0" else "rank 0"
-    assert re.match(f"PeerError: .*{named}", second["error"]), second["error"]
-    for result in (first, second):
-        assert result["first"]
-        assert result["next"]
-        assert result["restored"]
-
-
 @pytest.mark.parametrize("how", ["sharded", pytest.param("rank0", marks=pytest.mark.matrix)])
 def test_a_prompt_that_one_rank_encodes_alone_names_the_encoder(ranks, how):
     every = ranks(2).run(encoded_alone, how, 3.0)
     waits = r"rank 0 waited in .*, in a call of StableDiffusion3Pipeline > CLIPTextModelWithProjection.*; "
     waits += r"rank 1 waited in the boundary of a call of StableDiffusion3Pipeline"
     assert any(re.search(waits, said) for said in every), every
-
-
-@pytest.mark.matrix
-def test_text_encoders_beside_stages(ranks):
-    for result in ranks(4).run(encoded, "sharded", {"pipe": 2, "ulysses": 2, "shard": 2, "patches": 2, **WARM}, 3):
-        assert result["images"]
-        assert result["held"] < 0.4
-        assert result["restored"]
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from itertools import product
 from math import prod
@@ -14,12 +13,11 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import ditmesh
-from ditmesh import ConfigError, ParallelConfig, zoo
+from ditmesh import zoo
 from ditmesh.parts.band import Band, bands_of
 from ditmesh.parts.banded import Banded, UncuttableOperation
 from ditmesh.strategies.vae.parallel import in_bands
@@ -59,32 +57,7 @@ def test_over_the_process_group(ranks):
         assert found["error"] <= TOLERANCE
 
 
-def test_bfloat16(ranks):
-    """As far from one device as its own rounding."""
-    for found in ranks(2).run(against_whole, "AutoencoderKL", "decode", "bfloat16"):
-        assert found["error"] <= 3e-2
-        assert not found["whole"]
-
-
 # --- cuts -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("before", "band", "after", "expected"),
-    [
-        ((2, 3, 6, 4), Band(2, (4, 2)), (2, 3, 24), Band(2, (16, 8))),
-        ((2, 3, 6, 4), Band(2, (4, 2)), (6, 6, 4), Band(1, (4, 2))),
-        ((2, 3, 6, 4), Band(2, (4, 2)), (2, 3, 3, 2, 4), Band(2, (2, 1))),
-        ((2, 3, 6, 4), Band(2, (3, 3)), (2, 3, 3, 2, 4), None),
-        # Frames and rows: one run for each frame.
-        ((1, 5, 6, 4), Band(2, (4, 2)), (1, 120), Band(1, (16, 8), 5)),
-        ((1, 120), Band(1, (16, 8), 5), (1, 5, 6, 4), Band(2, (4, 2))),
-        ((1, 120), Band(1, (16, 8), 5), (1, 5, 24), Band(2, (16, 8))),
-        ((1, 6, 4), Band(1, (6, 0)), (1, 1, 6, 1, 4), Band(2, (6, 0))),
-    ],
-)
-def test_views_of_a_cut(before, band, after, expected):
-    assert band.viewed(before, after) == expected
 
 
 @pytest.mark.parametrize("rows", [(5, 4), (4, 4, 3), (1, 9, 0, 2), (3,) * 5])
@@ -361,58 +334,3 @@ def test_tiling_is_left_alone(ranks):
         assert not any(found["banded"].values())
         assert len(found["said"]) == 1
         assert "tiling is on" in found["said"][0]
-
-
-def fail_in_bands() -> tuple[bool, bool, float]:
-    """A decode fails on one rank; whether this one heard, the autoencoder is as before, the error of the next call."""
-    pipe = load("text")
-    before = dict(vars(pipe.vae))
-    truth = pictures("text", 1)
-
-    def fail(*_: Any) -> None:
-        if dist.get_rank() == 1:
-            raise ValueError("had enough")
-
-    with ditmesh.parallelized(pipe, {"ulysses": 2, "vae": "bands"}):
-        hook = pipe.vae.decoder.up_blocks[0].register_forward_hook(fail)
-        heard = True
-        with suppress(ValueError, ditmesh.PeerError):
-            pictures("text", 1)
-            heard = False
-        hook.remove()
-        same = dict(vars(pipe.vae)) == before
-        found = pictures("text", 1)
-    return heard, same, float(abs(found - truth).max())
-
-
-def test_a_failure_in_bands(ranks):
-    for heard, same, error in ranks(2).run(fail_in_bands):
-        assert heard
-        assert same
-        assert error <= TOLERANCE
-
-
-def test_not_reproducible():
-    with pytest.raises(ConfigError, match="vae='bands' adds the statistics"):
-        ParallelConfig(ulysses=2, reproducible=True, vae="bands")
-
-
-def test_settings_are_shown():
-    assert ParallelConfig(ring=2, vae="bands").describe() == "ring=2 vae=bands"
-    assert ParallelConfig(ring=2).describe() == "ring=2"
-
-
-def test_verify_encodes_with_channels_first():
-    from types import SimpleNamespace
-
-    from ditmesh.verify.runs import channels_first
-
-    seen = []
-    vae = SimpleNamespace(encode=lambda x: seen.append(x.is_contiguous()))
-    image = torch.zeros(1, 3, 8, 8).to(memory_format=torch.channels_last)
-    with channels_first(SimpleNamespace(vae=vae)):
-        vae.encode(image)
-    vae.encode(image)
-    with channels_first(SimpleNamespace()):
-        pass
-    assert seen == [True, False]

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh.errors import ConfigError
 from ditmesh.strategies.balance import Balance, median_seconds
 from support.clocks import SimulatedClock, measured_by
 from support.models import RAGGED, inputs, relative_error, run, tiny
@@ -146,19 +145,6 @@ def test_slices_of_the_same_weights_have_the_same_tokens(ranks):
     found = ranks(4).run(unlike_slices, {"ring": 2, "tensor": 2, "speeds": "auto"})
     assert {one["speeds"] for one in found} == {(0.67, 0.33)}
     assert all(one["error"] <= TOLERANCE for one in found)
-
-
-def given_speeds() -> str:
-    with ditmesh.parallelized(tiny("Flux"), {"ring": 2, "speeds": (2, 1)}) as model:
-        try:
-            ditmesh.engine_of(model).rebalance()
-        except ConfigError as error:
-            return str(error)
-    return ""
-
-
-def test_given_speeds_are_not_measured(ranks):
-    assert all("speeds='auto'" in message for message in ranks(2).run(given_speeds))
 
 
 def test_a_measurement_is_the_median_without_the_first_run():
