@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -366,22 +365,3 @@ def without_steps() -> str:
         with pytest.raises(ruled.refusal(ditmesh.ConfigError)) as caught:
             run(model, inputs("DiT", ODD))
     return str(caught.value)
-
-
-def test_sizes_may_change_on_the_way(ranks):
-    """A call of another shape finds no keys of its own: it is synchronous."""
-    for errors, filled in ranks(2).run(resized):
-        assert max(errors) <= TOLERANCE
-        assert filled > 0
-
-
-def resized() -> tuple[list[float], int]:
-    model, errors = tiny("DiT"), []
-    with ditmesh.parallelized(model, displaced()):
-        for size in (ODD, replace(ODD, batch=2)):
-            next_step(model)
-            value = run(model, inputs("DiT", size))
-            errors.append(value)
-        filled = ditmesh.engine_of(model).staleness.steps[-1].filled
-    truths = [run(model, inputs("DiT", size)) for size in (ODD, replace(ODD, batch=2))]
-    return [relative_error(v, t) for v, t in zip(errors, truths, strict=True)], filled

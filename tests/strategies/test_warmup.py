@@ -282,19 +282,6 @@ def test_a_clock_holds_nothing_between_requests():
     assert gone() is None
 
 
-def test_a_part_of_a_call():
-    clock = CallClock()
-    whole = clock.tick({"t": 9.0}, {"x": torch.zeros(2)}, CONDITION)
-    with clock.narrowed(branch=1, ahead=True):
-        with clock.narrowed(rows=(0, 1), link="cfg") as part:
-            assert clock.call is part
-            assert (part.step, part.branch, part.rows, part.link, part.ahead) == (0, 1, (0, 1), "cfg", True)
-        assert (clock.call.branch, clock.call.rows) == (1, None)
-    assert clock.call is whole
-    with pytest.raises(AttributeError):
-        whole.step = 3
-
-
 # --- drift --------------------------------------------------------------------------------------------------------
 
 

@@ -43,32 +43,6 @@ def test_equals_one_device(ranks, model, config):
         assert result["repeats"]
 
 
-def tokens_and_heads(config: dict[str, Any]) -> tuple[int, int]:
-    """Image tokens that enter this rank's first block, and heads of its first attention."""
-    from ditmesh.attention.kernels.builtin import Native
-
-    seen: list[tuple[int, int]] = []
-    model = tiny("Flux")
-
-    def attend(kernel: Any, q: Any, *args: Any) -> Any:
-        seen.append((0, q.shape[1]))
-        return original(kernel, q, *args)
-
-    original = Native.attend
-    with mock.patch.object(Native, "attend", attend), ditmesh.parallelized(model, config):
-        # Hooks run in the order they were hung: this one sees what the block is given after the cut.
-        handle = model.transformer_blocks[0].register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append((kwargs["hidden_states"].shape[1], 0)), with_kwargs=True
-        )
-        run(model, inputs("Flux", RAGGED))
-        handle.remove()
-    return seen[0][0], seen[1][1]
-
-
-def test_tokens_and_heads_follow_the_speeds(ranks):
-    assert ranks(2).run(tokens_and_heads, {"ulysses": 2, "speeds": (3, 1)}) == [(48, 6), (16, 2)]
-
-
 def slow_rank_one(config: dict[str, Any]) -> dict[str, Any]:
     """A delay in the first block makes rank 1 slow; speeds before, after, and after measuring again."""
     model, made = tiny("Flux"), inputs("Flux", RAGGED)

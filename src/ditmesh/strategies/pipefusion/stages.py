@@ -28,16 +28,10 @@ class StageDone(Exception):
 
 
 def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Cut a row of blocks into consecutive stages so that the slowest is as fast as possible.
+    """Cut a row of blocks into consecutive stages so that the slowest is as fast as possible: blocks of every stage.
 
-    Args:
-        costs: cost of every block, in any unit.
-        stages: how many stages; at most as many as blocks.
-        speeds: relative speed of every stage; default: all alike. A stage takes its blocks' costs over its speed.
-
-    Returns:
-        Number of blocks of every stage, each at least one. Among equally good cuts the one with the smallest sum
-        of squared stage times, then the one with the longest first stages.
+    Among equally good cuts the one with the smallest sum of squared stage times, then the one with the longest first
+    stages. ``speeds`` are relative ones of the stages; default: all alike.
 
     Raises:
         ConfigError: fewer blocks than stages.
@@ -131,11 +125,8 @@ def stage_of(lengths: Sequence[int]) -> list[int]:
 class Stages:
     """The stages of one transformer: which has which blocks, and their weights. In place; `close` is the exact inverse.
 
-    Args:
-        model: the transformer: whole on every rank, or with this rank's blocks only, as `ditmesh.load` leaves it.
-        config: ``stages``, ``speeds``.
-
     Attributes:
+        model: whole on every rank, or with this rank's blocks only, as `ditmesh.load` leaves it.
         numbers: of every block, by its path.
         regions: the block list of every block, by its number.
         lengths: blocks of every stage.
@@ -166,23 +157,13 @@ class Stages:
         return [stream for stream in region.streams if stream.used_after or chained]
 
     def close(self) -> None:
-        """Give every rank all blocks again, bit for bit. A collective call.
-
-        Raises:
-            PeerError: the other stages' blocks did not come; the model refuses its next call.
-        """
+        """As `StageWeights.close`."""
         if self._weights is not None:
             self._weights.close()
 
 
 class StageWeights:
-    """The weights of a model's blocks, each on its own stage only. In place; `close` is the exact inverse.
-
-    Args:
-        model, layout: as `Stages` takes them.
-        lengths: blocks of every stage.
-        link: the stages.
-    """
+    """The weights of a model's blocks, each on its own stage only. In place; `close` is the exact inverse."""
 
     def __init__(self, model: nn.Module, layout: TokenLayout, lengths: Sequence[int], link: Link) -> None:
         self.link = link
@@ -199,11 +180,6 @@ class StageWeights:
             if owner != link.rank and parameter.numel() and id(parameter) not in kept:
                 give_up(parameter)
         self._undo = ExitStack()
-        self._guard()
-
-    def _guard(self) -> None:
-        """Methods of the model that need whole weights."""
-        model = self._model
         error = InputError("saving would write this stage's blocks only; call ditmesh.restore(...) first")
         self._undo.callback(refuse_saving(model, error))
         self._undo.callback(refuse_loading(model, self._absent, "nothing"))
