@@ -108,8 +108,7 @@ class TensorParallel:
         """Make the model whole again, bit for bit, adapters included. Collective over the link.
 
         Raises:
-            PeerError: the other ranks' slices did not come. Everything else is undone all the same, and the model
-                refuses its next call.
+            PeerError: slices did not come; everything else is undone all the same, see `whole_or_refused`.
         """
         self._undo.close()
         for handle in (*(handle for _, handle in self._hung.values()), *self._completed.values()):
