@@ -23,7 +23,6 @@ import ditmesh
 from ditmesh.comm.link import Link, Transfer
 from ditmesh.config import ParallelConfig
 from ditmesh.layout.conventions import Size
-from ditmesh.strategies.pipefusion.stages import StageWeights
 from ditmesh.strategies.sequence import SequenceParallel
 from ditmesh.train import reduce_gradients, run
 from ditmesh.train.gradients import reduce as averaging
@@ -259,9 +258,7 @@ def alone(
     """A rank of a configuration in this process, for which no other rank has to be there: its last of some steps."""
     model, given = copy.deepcopy(tiny(name)), inputs(name, size, masks)
     calls = list(moving(name, size, steps, masks)) if "hidden_states" in given else [given] * steps
-    # Blocks of other stages do not come back: `restore` takes this rank's memory for them.
-    whole = mock.patch.object(StageWeights, "_held", lambda self, parameters: [[0] for _ in parameters])
-    with one_of(ParallelConfig(**config).world_size, rank), cuda() as device, torch.no_grad(), whole:
+    with one_of(ParallelConfig(**config).world_size, rank), cuda() as device, torch.no_grad():
         move_(model)
         calls = _moved(calls, {})
         try:

@@ -122,8 +122,7 @@ class ParallelConfig(BaseModel):
         patches: the result depends on it, not on the number of stages: ``patches=4`` on one device gives the image of
             ``pipe=4, patches=4``.
         warmup, compress, predict: see docs/staleness.md.
-        stages: ``"estimated"``: by the weights that image tokens pass through. ``"measured"``: the first call times one
-            block of every kind, and blocks move if another split is faster. The result stays the same.
+        stages: ``"estimated"``: by the weights that image tokens pass through. The result stays the same.
         speeds: of sequence ranks, whose tokens they share out; with ``pipe`` of the stages. ``"auto"`` measures them
             while the first steps run. The result stays the same.
         reproducible: the same bits as of one device with the same setting (with PipeFusion the same patches):
@@ -135,8 +134,8 @@ class ParallelConfig(BaseModel):
             until the request ends. The same bits.
         vae: ``"bands"`` is exact, unlike tiled decoding; ``"auto"``: for large images. In reproducible mode always
             whole. See docs/vae.md.
-        text_encoder: ``"freed"``: on every rank until the transformer is called, and read again for the next call. The
-            images are the same: see docs/memory.md.
+        text_encoder: ``"tensor"``: ranks compute with slices, so that embeddings differ in their last bits. ``"freed"``:
+            on every rank until the transformer is called, and read again for the next call. See docs/memory.md.
         strict: if False, such an argument is passed on whole.
     """
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
@@ -198,39 +196,6 @@ def test_a_branch_that_was_run_ahead_counts_if_all_its_arguments_are_as_predicte
             assert not counts(given, {"text": one, "scale": 2.0} if "scale" in given else {"text": one})
 
 
-def written_over(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The latents of a guidance that writes to all three predictions, one device's and the ranks'."""
-    import torch.distributed as dist
-
-    model, made = tiny("PixArt"), inputs("PixArt", RAGGED)
-    texts = [made["encoder_hidden_states"] * scale for scale in (1.0, 0.5, 0.0)]
-
-    def sample() -> torch.Tensor:
-        latents = made["hidden_states"]
-        for step in range(3):
-            given = {**made, "hidden_states": latents, "timestep": torch.full((2,), 900 - 100 * step)}
-            predictions = [model(**{**given, "encoder_hidden_states": text})[0] for text in texts]
-            if dist.get_rank():
-                dist.barrier()
-            for prediction in predictions:
-                # One rank after the other: whoever shares memory with another sees the other's writing, too.
-                prediction.mul_(2.0)
-            if not dist.get_rank():
-                dist.barrier()
-            latents = latents - 0.05 * (predictions[0] + predictions[1] - predictions[2])[:, :4]
-        return latents
-
-    with torch.no_grad():
-        truth = sample()
-        with ditmesh.parallelized(model, config):
-            return truth, sample()
-
-
-def test_results_may_be_written_to(ranks):
-    for truth, value in ranks(3).run(written_over, {"cfg": 3}):
-        assert relative_error(value, truth) < TOLERANCE
-
-
 def two_times_in_a_step(differ: bool) -> str:
     """A pipeline's loop in which the branches of a step get timesteps of their own tensors; what ditmesh says."""
     pipe = MAKERS["flux"]()
@@ -276,25 +241,6 @@ def test_text_with_fewer_rows_than_images_is_refused(ranks, config):
     for alone, refused in ranks(2).run(fewer_rows, config):
         assert "size of tensor" in alone
         assert "called with 4 rows of hidden_states and 2 of encoder_hidden_states" in refused
-
-
-def held(config: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether a prompt lives on after its request, and while it runs."""
-    pipe, alive = MAKERS["flux"](), []
-    made = arguments("flux", [1], steps=3)
-    made["prompt_embeds"] = made["prompt_embeds"].clone()
-    prompt = weakref.ref(made["prompt_embeds"])
-    with ditmesh.parallelized(pipe, config):
-        draw(pipe, made)
-        alive.append(prompt() is not None)
-        made.clear()
-        gc.collect()
-        alive.append(prompt() is not None)
-    return alive[0], alive[1]
-
-
-def test_nothing_of_a_request_is_held_when_it_is_over(ranks):
-    assert ranks(2).run(held, {"cfg": 2}) == [(True, False)] * 2
 
 
 # --- the same inputs on every rank -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ditmesh.comm import Hosts
 from support.models import ODD, RAGGED, run, variant
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
-from support.stale import displaced, expected_ring_bytes, handler_of, moving
+from support.stale import displaced, expected_ring_bytes, moving
 
 # Ranks of one host without memory in common send over a process group, as ranks of several hosts do.
 APART = {"shared_memory": False, "text": "shard"}
@@ -136,49 +136,3 @@ def test_messages_and_bytes_of_a_step(ranks, compress):
         assert [messages for messages, _ in found] == [4, 4, 2, 2]
         sizes = [expected_ring_bytes("Flux", ODD, 2, rank, name) for name in (None, *[compress] * 3)]
         assert [sent for _, sent in found] == sizes
-
-
-class StopError(Exception):
-    pass
-
-
-def failing(compress: str) -> tuple[bool, list[int], int]:
-    """A request that fails after two of its eight layers, whose messages are not sent; and the next one's bits."""
-    model, config = variant("Flux", num_layers=4, num_single_layers=4), displaced(compress=compress, **APART)
-
-    def request(stops: bool) -> list[Tensor]:
-        engine, found = ditmesh.engine_of(model), []
-        engine.begin_request(4)
-        for step, made in enumerate(moving("Flux", ODD, 4)):
-            if stops and step == 2:
-                hook = model.transformer_blocks[1].register_forward_hook(raising)
-                try:
-                    with pytest.raises(StopError):
-                        run(model, made)
-                finally:
-                    hook.remove()
-                unsent.append(handler_of(model).buffers.bundles._open.count)
-                engine.end_request(failed=True)
-                return found
-            found.append(run(model, made))
-        engine.end_request()
-        return found
-
-    def raising(*_: Any) -> None:
-        raise StopError
-
-    unsent: list[int] = []
-    with ditmesh.parallelized(model, config):
-        truth = request(False)
-        request(True)
-        again = request(False)
-        kept = handler_of(model).buffer_bytes
-    return all(map(torch.equal, truth, again)) and len(again) == 4, unsent, kept
-
-
-def test_a_request_that_fails_in_mid_step_leaves_nothing(ranks):
-    for same, unsent, kept in ranks(2).run(failing, "int4"):
-        assert same
-        # Of three that would have travelled together.
-        assert unsent == [2]
-        assert kept == 0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from diffusers import (
     FasterCacheConfig,
     FirstBlockCacheConfig,
@@ -125,64 +123,3 @@ def test_a_cache_that_would_mix_tiles_is_refused(ranks, cache, enable_first):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_cache_that_would_mix_patches_is_refused(ranks, first):
     assert "patch by patch" in ranks(2).run(said, "first block", {"pipe": 2, "warmup": "fixed(1)"}, first)[1]
-
-
-def without_residual() -> list[bool]:
-    """The decisions of a head block that adds nothing, with ranks and as diffusers takes them."""
-    pipe = MAKERS["flux"]()
-    model = pipe.transformer
-    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    head = model.transformer_blocks[0]._diffusers_hook.hooks["fbc_leader_block_hook"]
-    state = SimpleNamespace(head_block_residual=None)
-    head.state_manager = SimpleNamespace(get_state=lambda: state, reset=lambda: None)
-    zero, one, bad = torch.zeros(1, 4, 8), torch.ones(1, 4, 8), torch.full((1, 4, 8), torch.nan)
-    pairs = [(zero, zero), (zero, one), (one, zero), (one, bad)]
-    found = []
-    with ditmesh.parallelized(pipe, {"ulysses": 2}):
-        (caches,) = [one for one in ditmesh.engine_of(pipe).strategies if one.name == "caches"]
-        for before, now in pairs:
-            state.head_block_residual = before
-            alone = head._should_compute_remaining_blocks(now)
-            patch = caches._agree(head)
-            found += [alone, head._should_compute_remaining_blocks(now)]
-            patch.undo()
-    model.disable_cache()
-    return found
-
-
-def test_without_a_residual_the_decision_is_that_of_diffusers(ranks):
-    for found in ranks(2).run(without_residual):
-        assert found[::2] == found[1::2]
-
-
-def kept_after(times: int) -> int:
-    pipe = MAKERS["flux"]()
-    with ditmesh.parallelized(pipe, {"ulysses": 2}):
-        (caches,) = [one for one in ditmesh.engine_of(pipe).strategies if one.name == "caches"]
-        for _ in range(times):
-            pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-            draw(pipe, arguments("flux", [1], steps=1, true_cfg_scale=1.0))
-            pipe.transformer.disable_cache()
-        draw(pipe, arguments("flux", [1], steps=1, true_cfg_scale=1.0))
-        return len(caches._agreeing)
-
-
-def test_nothing_is_kept_of_caches_that_were_taken_off(ranks):
-    assert ranks(2).run(kept_after, 3) == [0, 0]
-
-
-def restored() -> bool:
-    pipe = MAKERS["flux"]()
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    head = pipe.transformer.transformer_blocks[0]._diffusers_hook.hooks["fbc_leader_block_hook"]
-    before = dict(vars(head))
-    with ditmesh.parallelized(pipe, {"ulysses": 2}):
-        draw(pipe, arguments("flux", [1], true_cfg_scale=1.0))
-        assert "_should_compute_remaining_blocks" in vars(head)
-    same = vars(head).keys() == before.keys()
-    pipe.transformer.disable_cache()
-    return same
-
-
-def test_restore_leaves_the_cache_as_it_was(ranks):
-    assert ranks(2).run(restored) == [True, True]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import diffusers
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,17 +55,6 @@ def test_equals_exact_while_nothing_moves(ranks, name):
 
 
 # --- something moves: one step old -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("world", "predict"), [(2, "none"), (3, "none"), (3, "linear")])
-def test_stale_by_exactly_one_step(ranks, world, predict):
-    """Equal to the algorithm spelt out in one process; fresh keys, or older ones, would not be."""
-    truth = reference("DiT", RAGGED, 6, world, predict == "linear")
-    exact = reference("DiT", RAGGED, 6, 1)
-    for found, _ in ranks(world).run(on_ranks, "DiT", displaced(world, predict=predict), RAGGED, 6):
-        for step, (value, expected) in enumerate(zip(found, truth, strict=True)):
-            assert relative_error(value, expected) <= TOLERANCE
-            assert step == 0 or relative_error(value, exact[step]) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize(("ring", "predict"), [(2, "none"), (3, "linear")])
@@ -345,42 +332,6 @@ def test_with_guidance_and_data(ranks, name, given):
 # --- samplers -----------------------------------------------------------------------------------------------------
 
 
-SAMPLERS = {
-    "flow Euler": diffusers.FlowMatchEulerDiscreteScheduler,
-    "flow Heun": diffusers.FlowMatchHeunDiscreteScheduler,
-}
-STEPS = 4
-
-
-def sampled_by(sampler: str, config: dict[str, Any], simulate: bool) -> tuple[torch.Tensor, int]:
-    """Final latents, and the steps that the clock has counted."""
-    pipe = PIPELINES["sd3"]()
-    pipe.scheduler = SAMPLERS[sampler]()
-    with (ditmesh.simulated if simulate else ditmesh.parallelized)(pipe, config):
-        latents = draw(pipe, arguments("sd3", [1], steps=STEPS))
-        return latents, len(ditmesh.engine_of(pipe).staleness.steps)
-
-
-def all_sampled(config: dict[str, Any]) -> dict[str, tuple[bool, torch.Tensor, int]]:
-    found = {}
-    for sampler in SAMPLERS:
-        value, steps = sampled_by(sampler, config, simulate=False)
-        truth, _ = sampled_by(sampler, config, simulate=True)
-        found[sampler] = (torch.equal(value, truth), value, steps)
-    return found
-
-
-def test_samplers(ranks):
-    """The bits of one process, the same latents on both ranks, noise included; every evaluation is a step."""
-    first, second = ranks(2).run(all_sampled, displaced(2, "fixed(2)"))
-    for sampler in SAMPLERS:
-        equal, value, steps = first[sampler]
-        assert equal, sampler
-        assert torch.equal(value, second[sampler][1])
-        assert value.isfinite().all()
-        assert steps == (2 * STEPS - 1 if "Heun" in sampler else STEPS), sampler
-
-
 # --- settings ------------------------------------------------------------------------------------------------------
 
 
@@ -414,22 +365,3 @@ def without_steps() -> str:
         with pytest.raises(ruled.refusal(ditmesh.ConfigError)) as caught:
             run(model, inputs("DiT", ODD))
     return str(caught.value)
-
-
-def test_sizes_may_change_on_the_way(ranks):
-    """A call of another shape finds no keys of its own: it is synchronous."""
-    for errors, filled in ranks(2).run(resized):
-        assert max(errors) <= TOLERANCE
-        assert filled > 0
-
-
-def resized() -> tuple[list[float], int]:
-    model, errors = tiny("DiT"), []
-    with ditmesh.parallelized(model, displaced()):
-        for size in (ODD, replace(ODD, batch=2)):
-            next_step(model)
-            value = run(model, inputs("DiT", size))
-            errors.append(value)
-        filled = ditmesh.engine_of(model).staleness.steps[-1].filled
-    truths = [run(model, inputs("DiT", size)) for size in (ODD, replace(ODD, batch=2))]
-    return [relative_error(v, t) for v, t in zip(errors, truths, strict=True)], filled

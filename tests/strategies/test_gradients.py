@@ -8,7 +8,6 @@ from test_parity import name_of
 from ditmesh.config import ParallelConfig
 from support.gradients import (
     STALE,
-    bytes_of_step,
     mixed_precision,
     ordered_data,
     ordered_step,
@@ -17,9 +16,6 @@ from support.gradients import (
     training_step,
     whole_model_again,
 )
-from support.models import ODD, RAGGED
-from support.tensor import expected_dit_backward_bytes, expected_tensor_bytes
-from support.traffic import expected_training_bytes
 
 MODELS = ["DiT", "PixArt", "SD3", "Flux", "Wan", "CogVideoX", "HunyuanVideo"]
 # Every strategy and every model; the rest of the product is the matrix.
@@ -35,23 +31,6 @@ CELLS = [
     ("Flux", {"tensor": 2, "ulysses": 2}),
     ("PixArt", {"data": 2, "ulysses": 2, "inputs": "per-data-rank"}),
 ]
-CONFIGS = [
-    {"ulysses": 2},
-    {"ulysses": 2, "shared_memory": False},
-    {"ulysses": 2, "text": "replicate"},
-    {"ring": 2},
-    {"ring": 2, "text": "replicate"},
-    {"tensor": 2},
-    {"data": 2},
-    {"ulysses": 3, "speeds": (3, 2, 1)},
-    {"ring": 3, "speeds": (3, 2, 1)},
-    {"tensor": 3},
-    {"ulysses": 2, "ring": 2},
-    {"data": 2, "ulysses": 2, "inputs": "per-data-rank"},
-    {"data": 2, "ring": 2, "inputs": "per-data-rank"},
-    {"tensor": 2, "ulysses": 2},
-    {"tensor": 2, "ring": 2},
-]
 EXACT = {"float64": 1e-9, "float32": 1e-4}
 
 
@@ -65,16 +44,6 @@ def check(ranks, model, config, dtype, size="B=2 ragged"):
 def test_equal_one_device(ranks, model, config):
     """Of parameters and inputs; with checkpointing, after a forward without gradients, with two calls under way."""
     check(ranks, model, config, "float64")
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-@pytest.mark.parametrize("model", [*MODELS, "LTX", "Lumina2", "Sana", "QwenImage", "ZImage", "Mochi"])
-def test_every_strategy(ranks, model, config, dtype):
-    if model == "Mochi" and dtype == "float64":
-        pytest.skip("Mochi computes in float32 in places, on one device as well")
-    check(ranks, model, config, dtype)
 
 
 @pytest.mark.parametrize(
@@ -136,26 +105,6 @@ def test_mixed_precision(ranks, config):
     """Under autocast queries, keys and values reach attention in different dtypes, and leave it in one."""
     for error, of_one_device in ranks(2).run(mixed_precision, config):
         assert error <= 2 * of_one_device
-
-
-@pytest.mark.parametrize("model", ["DiT", "SD3"])
-def test_bytes_on_the_wire(ranks, model):
-    """Of forward and backward: counters equal the formula, from shapes alone."""
-    for config in ({"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "ring": 2}):
-        for size in (ODD, RAGGED):
-            world = ParallelConfig(**config).world_size
-            for rank, found in enumerate(ranks(world).run(bytes_of_step, model, {**config, "text": "shard"}, size)):
-                assert found == expected_training_bytes(model, config, size, rank)
-
-
-def test_bytes_of_tensor_ranks(ranks):
-    """The same of sums over tensor ranks."""
-    for config in ({"tensor": 2}, {"tensor": 2, "ulysses": 2}):
-        sequence = config.get("ulysses", 1)
-        for rank, found in enumerate(ranks(2 * sequence).run(bytes_of_step, "DiT", config, ODD)):
-            forward, backward = (sent["tensor"] for sent in found)
-            assert forward == expected_tensor_bytes("DiT", ODD, rank, 2, sequence)
-            assert backward == expected_dit_backward_bytes(ODD, rank, 2, sequence)
 
 
 def test_checkpointing_of_a_whole_call(ranks):

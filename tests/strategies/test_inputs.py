@@ -5,12 +5,9 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -98,39 +95,6 @@ def test_digests_tell_what_they_could_not_see():
     circle: list[Any] = [1]
     circle.append(circle)
     assert digest(circle)
-
-
-def test_digests_do_not_depend_on_the_process(tmp_path):
-    """Hashes of strings, and so the order of a set, are another in every process."""
-    program = "from ditmesh.core.digests import digest; print(digest({'one', 'two', 'three', ('four', 5)}))"
-    seen = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={"PYTHONPATH": str(Path(ditmesh.__file__).parents[1]), "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(seen) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool], ids=str)
-def test_every_bit_of_a_large_tensor_counts(dtype):
-    """Long enough for several rows, a part of one, a word that is cut, and bytes that are not aligned."""
-    size = 300_007
-    tensor = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0)).to(dtype)
-    seen = {tensor_digest(tensor), tensor_digest(tensor[1:]), tensor_digest(tensor[:-1])}
-    for place in (0, 1, size // 2, size - 2, size - 1):
-        other = tensor.clone()
-        other[place] = 1 - other[place].float()
-        seen.add(tensor_digest(other))
-    swapped = tensor.clone()
-    first, last = int(tensor.int().argmax()), int(tensor.int().argmin())
-    swapped[first], swapped[last] = tensor[last].clone(), tensor[first].clone()
-    assert len(seen | {tensor_digest(swapped)}) == 9
-    assert tensor_digest(tensor.clone()) == tensor_digest(tensor)
 
 
 def test_flipped_signs_do_not_cancel():
@@ -367,19 +331,6 @@ def test_samplers_that_ask_the_default_generator(ranks):
     # A rank with random numbers of its own keeps them.
     assert torch.equal(after_1, untouched_1)
     assert not torch.equal(after_0, after_1)
-
-
-def strict_generators(seeds: tuple[int, int]) -> str:
-    pipe = MAKERS["sd3"]()
-    torch.manual_seed(seeds[dist.get_rank()])
-    with ditmesh.parallelized(pipe, {"ulysses": 2, "inputs": "strict"}):
-        return refusal(pipe, arguments("sd3", [1], steps=1))
-
-
-def test_strict_compares_default_generators(ranks):
-    assert ranks(2).run(strict_generators, (5, 5)) == ["", ""]
-    for said in ranks(2).run(strict_generators, (5, 6)):
-        assert "the default random generator (rank 1 differs from rank 0)" in said
 
 
 # --- arguments ---------------------------------------------------------------------------------------------------

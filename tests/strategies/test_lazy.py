@@ -166,19 +166,3 @@ def test_a_rank_without_versions_learns_the_whole_only(truth):
         x = LazyPatches(truth.to("meta"), truth.device, Owners(of, PATCHES), None, Far().whole)
         assert repr(x * 2) == "LazyPatches((2, 4, 6, 6), torch.float32, 3 patches)"
         assert float((x * 2).sum()) == float((truth * 2).sum())
-
-
-def test_maps_of_owners_that_come_once_are_not_remembered(truth):
-    """Rows picked by a tensor of indices have a new map in every step; what they meet must not keep it."""
-    home = Here()
-    always = lazy(truth, home)
-    sizes = []
-    for step in range(4):
-        picked = always[torch.tensor([1, 0])]
-        for meeting in (always * picked, torch.cat([always, picked.unsqueeze(0)[0] + 1])):
-            assert isinstance(meeting, LazyPatches)
-        sizes.append(len(always.owners._made))
-        assert torch.equal((always * picked).whole(), truth * truth[[1, 0]]), step
-        always = LazyPatches(truth.to("meta"), truth.device, always.owners, lazy(truth, home)._versions, home.whole)
-    assert home.flushes == 4
-    assert len(set(sizes[1:])) == 1

@@ -48,11 +48,6 @@ def test_equal_ranks_stay_even(ranks, seed):
     assert max(abs(share * ranks - 1) for shares in made for share in shares) <= 0.03
 
 
-def test_a_dead_band_keeps_ranks_that_are_nearly_equal():
-    made = shares_over(lambda step: [1.0, 0.87], 1000, noise=0.03)
-    assert all(shares == [0.5, 0.5] for shares in made)
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_slow_rank_costs_little_six_steps_later(ranks):
     """It works at half its speed from step 100 on, and at its own again from step 200 on."""
@@ -68,21 +63,6 @@ def test_a_slow_rank_costs_little_six_steps_later(ranks):
             took = max(share / speed for share, speed in zip(made[step], speeds(step), strict=True))
             assert took <= bound * balanced, (step, made[step])
     assert max(made[105]) > min(made[105]) > 0
-
-
-@pytest.mark.parametrize(("slow", "noise", "bound"), [(1.0, 0.3, 1.1), (1.8, 0.1, 1.0), (1.8, 0.3, 1.02)])
-@pytest.mark.parametrize("seed", range(3))
-def test_tokens_that_make_little_difference_cost_little(seed, slow, noise, bound):
-    """Little of a step depends on tokens, and steps differ much by chance: moves are few, and undone."""
-    chance, watch, shares, moves, cost = random.Random(seed), Watch(), (0.5, 0.5), 0, 0.0
-    for _ in range(1000):
-        took = [0.96 + 0.08 * share for share in shares]
-        took[1] *= slow
-        cost += max(took)
-        moved = watch.see([one * chance.lognormvariate(0, noise) for one in took], shares)
-        shares, moves = moved or shares, moves + (moved is not None)
-    assert moves <= 20
-    assert cost <= 1000 * slow * bound + 1e-6
 
 
 def test_one_long_step_moves_nothing():

@@ -7,7 +7,6 @@ the same from step to step.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -274,43 +273,6 @@ def test_all_synchronous_is_exact(ranks):
         assert relative_error(results["flux, two branches"][0], truth) <= TOLERANCE
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def under_modes(name: str, config: dict[str, Any]) -> list[float]:
-    """Errors of calls by turns as they are, under autocast, and with the model cast, from one device."""
-    modes = [None, torch.bfloat16, None, torch.bfloat16, "cast", None]
-    # Weights that bfloat16 can hold: casts there and back change nothing.
-    model, given = copy.deepcopy(tiny(name)).bfloat16().float(), inputs(name, size_of(name))
-
-    def called(before: Callable[[Any], None]) -> list[torch.Tensor]:
-        found = []
-        for mode in modes:
-            autocast = mode if isinstance(mode, torch.dtype) else None
-            before(model)
-            if mode == "cast":
-                model.to(torch.bfloat16)
-            cast = {n: value.bfloat16() if mode == "cast" and _is_float(value) else value for n, value in given.items()}
-            with torch.no_grad(), torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-                found.append(flat(model(**cast)).float())
-            model.float()
-        return found
-
-    truth = called(lambda model: None)
-    with ditmesh.parallelized(model, {"warmup": "fixed(100)", **config}, timeout=60):
-        made = called(next_step)
-    return [relative_error(one, expected) for one, expected in zip(made, truth, strict=True)]
-
-
-@pytest.mark.parametrize("name", sampled(["Flux", "SD3"], of=2))
-def test_stages_meet_in_every_dtype_that_calls_compute_in(ranks, name):
-    for errors in ranks(2).run(under_modes, name, {"pipe": 2, "patches": 2}):
-        # Of float32; rounding of bfloat16, in which one device adds up in another order.
-        assert max(errors[0], errors[2], errors[5]) <= TOLERANCE
-        assert max(errors) <= 2e-2
-
-
 def one_row_of_text(config: dict[str, Any]) -> torch.Tensor:
     """Three images of one prompt that was embedded once: Flux's blocks give it the rows of the images."""
     pipe, generator = PIPELINES["flux"](), torch.Generator().manual_seed(0)
@@ -405,27 +367,6 @@ def test_branches_get_a_synchronous_step_when_they_are_shared_out(ranks):
         latents, flushes, synchronous, *_ = results[name]
         assert relative_error(latents, truth) <= TOLERANCE
         assert (flushes, synchronous) == (0, [True, True, False, False, False])
-
-
-def plans(shapes: int) -> list[int]:
-    """How many plans there are after calls with masks that show more and more tokens."""
-    model, made = tiny("QwenImage"), inputs("QwenImage", RAGGED)
-    found = []
-    with torch.no_grad(), ditmesh.parallelized(model, {"patches": 2, "warmup": "fixed(1)"}):
-        for number in range(shapes):
-            mask = made["encoder_hidden_states_mask"].clone()
-            mask[:, 1 + number % mask.shape[1] :] = False
-            mask[:, 0] = number < mask.shape[1]
-            next_step(model)
-            model(**{**made, "encoder_hidden_states_mask": mask})
-            found.append(len(ditmesh.engine_of(model).parts(PipeFusion)[0]._plans))
-    return found
-
-
-def test_plans_do_not_pile_up():
-    found = plans(10)
-    assert found[:2] == [1, 2]
-    assert max(found) == 8
 
 
 # --- sequence ranks inside a stage ---------------------------------------------------------------------------------

@@ -136,30 +136,16 @@ def embedded(configs: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-EMBEDDED: dict[int, list[dict[str, Any]]] = {
-    1: [{}],
-    2: [{"ulysses": 2}, {"cfg": 2}, {"data": 2}],
-    3: [{"ring": 3, "speeds": (2, 1, 1)}],
-    4: [{"cfg": 2, "ring": 2}],
-    8: [{"ulysses": 8}, {"data": 2, "cfg": 2, "ulysses": 2}],
-}
-
-
-@pytest.mark.parametrize(
-    "configs",
-    [
-        pytest.param({world: EMBEDDED[world] for world in (1, 3, 4)}, id="some"),
-        pytest.param(EMBEDDED, id="all", marks=pytest.mark.matrix),
-    ],
-)
-def test_the_embedded_model(ranks, configs):
+def test_the_embedded_model(ranks):
     """Text encoders, transformer, decoder: the same floats of the final pictures."""
-    found = {}
-    for world, wanted in configs.items():
-        per_rank = ranks(world).run(embedded, reproducible(wanted))
-        assert all(one == per_rank[0] for one in per_rank)
-        found |= {f"{world}: {config}": value for config, value in zip(wanted, per_rank[0], strict=True)}
-    assert len(set(found.values())) == 1, found
+    configs = {1: [{}], 3: [{"ring": 3, "speeds": (2, 1, 1)}], 4: [{"cfg": 2, "ring": 2}]}
+    found = [
+        digest
+        for world, wanted in configs.items()
+        for rank in ranks(world).run(embedded, reproducible(wanted))
+        for digest in rank
+    ]
+    assert len(set(found)) == 1, found
 
 
 # --- PipeFusion: patches take the place of tiles ---------------------------------------------------------------------
@@ -250,18 +236,14 @@ def test_settings_are_put_back(ranks):
     ("settings", "words"),
     [
         ({"tensor": 2}, "tensor=2"),
-        ({"compile": "inductor"}, "compile"),
-        ({"exchange": "displaced", "ring": 2}, "exchange"),
         ({"ulysses": 4, "tiles": 3}, "tiles=4"),
         (
             {"pipe": 2, "ulysses": 2},
             r"would cut the patches of pipe=2, patches=2 again.*use more stages \(pipe\) or data",
         ),
-        ({"patches": 4, "ring": 2}, "ring=2 x ulysses=1 ranks would cut the patches"),
         ({"pipe": 2, "cfg": 2}, "cfg=2 makes exact steps.*use more stages"),
         ({"pipe": 2, "warmup": "adaptive(0.1)"}, "with pipe or patches use"),
         ({"speeds": (1, 0), "ring": 2}, "above 0"),
-        ({"speeds": (1, 2, 3), "ring": 2}, "are 3"),
     ],
 )
 def test_refused_settings(settings, words):

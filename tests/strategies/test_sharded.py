@@ -20,7 +20,6 @@ from support.sharded import (
     compared,
     encoded,
     encoded_alone,
-    encoder_broken_off,
     fingerprints,
     not_of_its_files,
     refused,
@@ -195,34 +194,11 @@ def test_text_encoders(ranks, how, most, shard):
         assert result["restored"]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("act", ["raise", "interrupt"])
-@pytest.mark.parametrize("how", ["sharded", "tensor", "freed"])
-def test_encoding_that_was_broken_off(ranks, how, act):
-    """On one rank, beside a transformer in pieces: the next prompt is encoded as ever, and the weights come back."""
-    first, second = ranks(2).run(encoder_broken_off, how, {"ulysses": 2, "shard": 2}, act)
-    assert "on purpose" in first["error"]
-    assert "on purpose" in first["again"]
-    assert re.match("PeerError: .*rank 0", second["error"]), second["error"]
-    for result in (first, second):
-        assert result["first"]
-        assert result["next"]
-        assert result["restored"]
-
-
 @pytest.mark.parametrize("how", ["sharded", pytest.param("tensor", marks=pytest.mark.matrix)])
 def test_a_prompt_that_one_rank_encodes_alone_names_the_encoder(ranks, how):
     every = ranks(2).run(encoded_alone, how, 3.0)
     waits = r"rank 0 waited in .* > CLIPTextModel.*; rank 1 waited in the boundary of a call of \w+Pipeline"
     assert any(re.search(waits, said) for said in every), every
-
-
-@pytest.mark.matrix
-def test_text_encoders_beside_stages(ranks):
-    for result in ranks(4).run(encoded, "sharded", {"pipe": 2, "ulysses": 2, "shard": 2, "patches": 2, **WARM}, 3):
-        assert result["images"]
-        assert result["held"] < 0.4
-        assert result["restored"]
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -14,7 +14,7 @@ import ditmesh
 from ditmesh.strategies.tensor.slices import plan_slices, share_cut
 from support.classes import images, videos
 from support.models import RAGGED, inputs, relative_error, run, tiny
-from support.pipelines import arguments, draw, flux
+from support.pipelines import flux
 
 
 def test_heads_that_no_rule_cuts_are_refused():
@@ -80,63 +80,6 @@ def test_slices_of_projections_are_neither_fused_nor_unfused(ranks, name):
 def test_adapters_of_projections_that_were_fused_before(ranks):
     for said in ranks(2).run(loaded, "fuse parallelize adapt"):
         assert float(said.removeprefix("off by ")) < 1e-5
-
-
-def fused_in_a_pipeline(config) -> dict[str, float | str]:
-    """The sentence of a refusal, or errors against one device: projections fused between two calls, and restored."""
-    alone, pipe = flux(), flux()
-    for each in (alone, pipe):
-        each.register_modules(transformer=copy.deepcopy(tiny("Flux")))
-    truth = draw(alone, arguments("flux", [1]))
-    ditmesh.parallelize(pipe, config)
-    draw(pipe, arguments("flux", [1]))
-    found: dict[str, float | str] = {}
-    try:
-        pipe.transformer.fuse_qkv_projections()
-        found["fused"] = relative_error(draw(pipe, arguments("flux", [1])), truth)
-    except ditmesh.InputError as error:
-        found["said"] = str(error)
-    ditmesh.restore(pipe)
-    found["restored"] = relative_error(draw(pipe, arguments("flux", [1])), truth)
-    pipe.transformer.unfuse_qkv_projections()
-    found["unfused"] = relative_error(draw(pipe, arguments("flux", [1])), truth)
-    return found
-
-
-def test_projections_are_fused_between_calls_of_a_pipeline(ranks):
-    for errors in ranks(2).run(fused_in_a_pipeline, {"ulysses": 2, "shard": 2}):
-        assert sorted(errors) == ["fused", "restored", "unfused"]
-        assert max(errors.values()) < 1e-5, errors
-
-
-@pytest.mark.parametrize("axis", ["pipe", "tensor"])
-def test_parts_of_projections_are_not_fused(ranks, axis):
-    for found in ranks(2).run(fused_in_a_pipeline, {axis: 2}):
-        assert f"fuse_qkv_projections() was called with {axis}=2" in found.pop("said")
-        assert found.pop("restored") == 0
-        assert found.pop("unfused") == 0
-
-
-def other_weights(config) -> tuple[str, float]:
-    """The sentence that refuses whole weights, and the error of what is drawn afterwards, with the weights before."""
-    model, call = copy.deepcopy(tiny("Flux")), inputs("Flux", RAGGED)
-    truth, state = run(model, call), {name: value * 1.5 for name, value in tiny("Flux").state_dict().items()}
-    with ditmesh.parallelized(model, config):
-        try:
-            model.load_state_dict(state)
-            said = ""
-        except ditmesh.InputError as error:
-            said = str(error)
-        found = relative_error(run(model, call), truth)
-    model.load_state_dict(state)
-    return said, found
-
-
-@pytest.mark.parametrize("config", [{"tensor": 2}, {"ulysses": 2, "shard": 2}, {"pipe": 2}], ids=str)
-def test_whole_weights_are_not_loaded_into_parts(ranks, config):
-    for said, error in ranks(2).run(other_weights, config):
-        assert "call ditmesh.restore(...) first" in said
-        assert error < 1e-5
 
 
 def read_weights(config, folder: Path) -> dict[str, list[str]]:

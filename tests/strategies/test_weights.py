@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh.errors import ConfigError
 from ditmesh.strategies.balance import Balance, median_seconds
 from support.clocks import SimulatedClock, measured_by
 from support.models import RAGGED, inputs, relative_error, run, tiny
@@ -42,32 +41,6 @@ def test_equals_one_device(ranks, model, config):
     for result in ranks(world).run(parity, model, config, RAGGED):
         assert result["error"] <= TOLERANCE
         assert result["repeats"]
-
-
-def tokens_and_heads(config: dict[str, Any]) -> tuple[int, int]:
-    """Image tokens that enter this rank's first block, and heads of its first attention."""
-    from ditmesh.attention.kernels.builtin import Native
-
-    seen: list[tuple[int, int]] = []
-    model = tiny("Flux")
-
-    def attend(kernel: Any, q: Any, *args: Any) -> Any:
-        seen.append((0, q.shape[1]))
-        return original(kernel, q, *args)
-
-    original = Native.attend
-    with mock.patch.object(Native, "attend", attend), ditmesh.parallelized(model, config):
-        # Hooks run in the order they were hung: this one sees what the block is given after the cut.
-        handle = model.transformer_blocks[0].register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append((kwargs["hidden_states"].shape[1], 0)), with_kwargs=True
-        )
-        run(model, inputs("Flux", RAGGED))
-        handle.remove()
-    return seen[0][0], seen[1][1]
-
-
-def test_tokens_and_heads_follow_the_speeds(ranks):
-    assert ranks(2).run(tokens_and_heads, {"ulysses": 2, "speeds": (3, 1)}) == [(48, 6), (16, 2)]
 
 
 def slow_rank_one(config: dict[str, Any]) -> dict[str, Any]:
@@ -146,19 +119,6 @@ def test_slices_of_the_same_weights_have_the_same_tokens(ranks):
     found = ranks(4).run(unlike_slices, {"ring": 2, "tensor": 2, "speeds": "auto"})
     assert {one["speeds"] for one in found} == {(0.67, 0.33)}
     assert all(one["error"] <= TOLERANCE for one in found)
-
-
-def given_speeds() -> str:
-    with ditmesh.parallelized(tiny("Flux"), {"ring": 2, "speeds": (2, 1)}) as model:
-        try:
-            ditmesh.engine_of(model).rebalance()
-        except ConfigError as error:
-            return str(error)
-    return ""
-
-
-def test_given_speeds_are_not_measured(ranks):
-    assert all("speeds='auto'" in message for message in ranks(2).run(given_speeds))
 
 
 def test_a_measurement_is_the_median_without_the_first_run():

@@ -398,19 +398,3 @@ def ordered_data(name: str, data: int) -> tuple[tuple[float, str], str]:
             ordered.reduce(shares)
         found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     return error(found, truth), digest(sorted((key, tensor_digest(value)) for key, value in found.items()))
-
-
-def bytes_of_step(name: str, config: dict[str, Any], size: Size) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by axis that this rank sends in the forward and in the backward of one training step."""
-    model, arguments = tiny(name), inputs(name, size, False)
-    with ditmesh.parallelized(model, config):
-        traffic = ditmesh.engine_of(model).mesh.traffic
-        # Ranks compare what they are given in the first call.
-        gradients(model, arguments)
-        traffic.reset()
-        loss = loss_of(model, arguments)
-        forward = dict(traffic.bytes_sent)
-        traffic.reset()
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-        return forward, dict(traffic.bytes_sent)

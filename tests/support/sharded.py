@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -225,47 +223,6 @@ def encoded(how: str, config: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     placed = [each for _, each, _ in ditmesh.engine_of(pipe).context.get(TextEncoders)._placed.values()]
     held = sum(map(bytes_of, encoders)) + sum(one.held for one in placed if isinstance(one, ShardedWeights))
     found["held"] = held / whole
-    ditmesh.restore(pipe)
-    found["restored"] = all(same_bits(a, bits(b)) for a, b in zip(before, encoders, strict=True))
-    return found
-
-
-def encoder_broken_off(how: str, config: dict[str, Any], act: str) -> dict[str, Any]:
-    """Rank 0 fails while it encodes its second prompt; the prompts after that, and what restore gives back.
-
-    Args:
-        how: where the encoders' weights are.
-        config: of the ranks.
-        act: ``"raise"``, ``"interrupt"`` as Ctrl-C does, or the name of a signal that it gets.
-    """
-    pipe, encoders = with_encoders(how)
-    encoders.append(pipe.transformer)
-    before = [bits(one) for one in encoders]
-    with ditmesh.parallelized(pipe, {**config, "shard": 1}):
-        truth = of_words(pipe, "a red apple")
-    ditmesh.parallelize(pipe, {**config, "text_encoder": how})
-    found: dict[str, Any] = {"first": alike(how, of_words(pipe, "a red apple"), truth)}
-
-    def fail(*_: Any) -> None:
-        if act.startswith("SIG"):
-            os.kill(os.getpid(), signal.Signals[act])
-        raise KeyboardInterrupt("on purpose") if act == "interrupt" else RuntimeError("on purpose")
-
-    def failing() -> str:
-        layer = next(module for path, module in pipe.text_encoder.named_modules() if path.endswith("layers.0"))
-        handle = layer.register_forward_pre_hook(fail) if dist.get_rank() == 0 else None
-        try:
-            of_words(pipe, "a blue fish")
-        except (RuntimeError, KeyboardInterrupt, ditmesh.PeerError) as error:
-            return f"{type(error).__name__}: {error}"
-        finally:
-            if handle is not None:
-                handle.remove()
-        return "nothing"
-
-    found["error"] = failing()
-    found["next"] = alike(how, of_words(pipe, "a red apple"), truth)
-    found["again"] = failing()
     ditmesh.restore(pipe)
     found["restored"] = all(same_bits(a, bits(b)) for a, b in zip(before, encoders, strict=True))
     return found

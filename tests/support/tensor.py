@@ -59,17 +59,6 @@ def expected_tensor_bytes(model: str, size: Size, rank: int, degree: int, sequen
     return reduced + gathered
 
 
-def expected_dit_backward_bytes(size: Size, rank: int, degree: int, sequence: int = 1) -> int:
-    """Bytes ``rank`` of ``degree`` tensor ranks sends in the backward of the tiny DiT.
-
-    Gradients of what goes into weights that are cut by column are summed: in every block of what goes into queries,
-    keys and values, once for all three, into the feed-forward layer, and of the vector that is modulated with.
-    """
-    image = split(size.rows * size.cols, sequence)[rank // degree]
-    sums = [image, image, 1] * 3
-    return sum(2 * (degree - 1) * tokens * size.batch * 64 * FLOAT // degree for tokens in sums)
-
-
 def memory(name: str, config: dict[str, Any]) -> dict[str, float]:
     """Bytes of the parameters' own memory on this rank, whole and cut."""
     model = tiny(name)

@@ -45,37 +45,6 @@ def expected_bytes(model: str, config: dict[str, Any], size: Size, rank: int) ->
     return {axis: count for axis, count in sent.items() if count}
 
 
-def expected_training_bytes(
-    model: str, config: dict[str, Any], size: Size, rank: int
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by axis that ``rank`` sends in the forward and in the backward of a training step, with all tokens cut.
-
-    In training the tokens of the last block are gathered, and not the patches of the prediction. Of a gather, as of the
-    exchanges of Ulysses, backward sends to every rank what has come from it. In a ring keys and values go round once
-    more, and the gradients of every block of keys all the way until they are at home again.
-    """
-    forward = expected_bytes(model, config, size, rank)
-    ulysses, ring = config.get("ulysses", 1), config.get("ring", 1)
-    world, dim = ulysses * ring, 16 if model == "Flux" else 8
-    image, heads = split(size.rows * size.cols, world), split(8, ulysses)
-    width = size.batch * 8 * dim * FLOAT
-    forward["sequence"] = (world - 1) * image[rank] * width
-    backward = {"sequence": (sum(image) - image[rank]) * width}
-    ring_rank, place = divmod(rank, ulysses)
-    if ulysses > 1:
-        # What the others of this rank's group send to it.
-        backward["ulysses"] = 0
-        for streams in streams_of(model):
-            tokens = [tokens_of(streams, size, world)[ring_rank * ulysses + u] for u in range(ulysses)]
-            for peer in set(range(ulysses)) - {place}:
-                backward["ulysses"] += 3 * tokens[peer] * heads[place] + tokens[place] * heads[peer]
-        backward["ulysses"] *= size.batch * dim * FLOAT
-    if ring > 1:
-        around = sum(sum(tokens_of(streams, size, world)) for streams in streams_of(model))
-        backward["ring"] = forward["ring"] + 2 * around * heads[place] * size.batch * dim * FLOAT
-    return forward, backward
-
-
 def streams_of(model: str) -> list[tuple[str, ...]]:
     """Streams of every attention call that mixes tokens, in call order over all blocks."""
     return {
@@ -84,9 +53,3 @@ def streams_of(model: str) -> list[tuple[str, ...]]:
         "SD3": [("image", "text"), ("image",), ("image", "text"), ("image", "text")],
         "Flux": [("text", "image")] * 4,
     }[model]
-
-
-def tokens_of(streams: tuple[str, ...], size: Size, world: int) -> list[int]:
-    """Tokens of these streams on every rank, where all are cut."""
-    totals = {"image": size.rows * size.cols, "text": size.text}
-    return [sum(each) for each in zip(*(split(totals[stream], world) for stream in streams), strict=True)]

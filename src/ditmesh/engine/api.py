@@ -85,7 +85,15 @@ def parallelize(
         config = ParallelConfig.read(config)
         recipe = checking(recipe, config) if check else recipe
         check_ranks(config)
-    layouts = [_layout_before_a_call(model, layout) for model in models]
+    layouts: list[TokenLayout | None] = []
+    for model in models:
+        try:
+            layouts.append(given_layout(layout, model) or find_layout(model))
+        except LayoutError:
+            if not block_lists(model):
+                raise
+            # The first call will show it.
+            layouts.append(None)
     if config == "auto":
         config = mesh.config if mesh is not None else configuration_for(target)
     config = ParallelConfig.read(config)
@@ -108,11 +116,7 @@ def parallelize(
 
 
 def _fitting(mesh: Mesh, config: ParallelConfig, model: nn.Module) -> Mesh:
-    """The given mesh.
-
-    Raises:
-        ConfigError: it has other axes than the configuration, or other devices than the model.
-    """
+    """The given mesh, if it has the axes of the configuration and the device of the model."""
     if mesh.config.degrees != config.degrees or (config.shard > 1 and not mesh.shares_weights_as(config)):
         raise ConfigError(f"the mesh is for {mesh.config.describe()}, the configuration for {config.describe()}")
     mesh.check_device(device_of(model))
@@ -137,16 +141,6 @@ def _warn_of_hosts(mesh: Mesh) -> None:
             HostsWarning,
             stacklevel=3,
         )
-
-
-def _layout_before_a_call(model: nn.Module, given: TokenLayout | None) -> TokenLayout | None:
-    """The given layout, that of the model's class, or one that a probe derives from generated inputs."""
-    try:
-        return given_layout(given, model) or find_layout(model)
-    except LayoutError:
-        if not block_lists(model):
-            raise
-        return None
 
 
 def _share(target: Any, models: list[nn.Module], config: ConfigLike) -> None:

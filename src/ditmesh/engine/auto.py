@@ -24,11 +24,8 @@ from .targets import denoisers
 def configuration_for(target: Any, *, guidance: bool | None = None) -> ParallelConfig:
     """The configuration of ``"auto"`` for all ranks of the default process group. Collective.
 
-    One image is assumed. The weights are loaded already, so memory is no reason to cut them.
-
-    Args:
-        target: as for `parallelize`.
-        guidance: whether guidance will run two branches; default: whether the pipeline does when it is not told.
+    One image is assumed. The weights are loaded already, so memory is no reason to cut them. ``guidance``: whether
+    guidance will run two branches; default: whether the pipeline does when it is not told.
     """
     models = denoisers(target)
 
@@ -55,12 +52,7 @@ def agreed(choose: Callable[[int], ParallelConfig]) -> ParallelConfig:
 
 
 def guided(pipeline: type | None, settings: Mapping[str, Any]) -> bool:
-    """True if a pipeline runs two branches of guidance when it is called without a word of it.
-
-    Args:
-        pipeline: its class; None: there is none.
-        settings: configuration of its transformer.
-    """
+    """True if a pipeline of a class, with its transformer's settings, runs two branches of guidance unasked."""
     # Guidance beside a distilled one needs a negative prompt to be given.
     arguments = {} if pipeline is None else inspect.signature(pipeline.__call__).parameters
     if "true_cfg_scale" in arguments or "guidance_scale" not in arguments or settings.get("guidance_embeds"):
@@ -72,11 +64,7 @@ def guided(pipeline: type | None, settings: Mapping[str, Any]) -> bool:
 def refusal(
     config: ParallelConfig, models: Iterable[tuple[nn.Module, TokenLayout]], recipe: Recipe = RECIPE
 ) -> str | None:
-    """The reason why transformers cannot run with a configuration, as the engine would say; None: they can.
-
-    Args:
-        models: the transformers, with their weights or on the meta device, and their reviewed layouts.
-    """
+    """The reason why transformers (perhaps on the meta device) cannot run with a configuration; None: they can."""
     for model, layout in models:
         name = library_name(model)
         row = support.support_table().get(name, {}) if layout.source == "reviewed" else {}

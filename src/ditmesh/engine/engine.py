@@ -39,13 +39,11 @@ class Engine:
     There is one engine for a set of transformers, however many pipelines share them.
 
     Args:
-        models: the transformers and their layouts.
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
         owns_mesh: whether `close` gives the mesh's groups back.
-        recipe: strategies, in the order in which they are applied.
 
     Attributes:
-        strategies: those in force, in that order.
+        strategies: those in force, in the order in which they are applied.
     """
 
     def __init__(
@@ -159,21 +157,14 @@ class Engine:
     # --- a request -----------------------------------------------------------------------------------------
 
     def begin_request(self, steps: int | None = None) -> None:
-        """Begin a new request, independent of the previous one. Pipelines do this automatically.
+        """Begin a new request of a bare transformer with a stale strategy, on every rank. Pipelines do so themselves.
 
-        For a bare transformer with a stale strategy; every rank calls it.
-
-        Args:
-            steps: number of denoising steps, which some warm-up policies want to know.
+        ``steps``: number of denoising steps, which some warm-up policies want to know.
         """
         self._begin(Request(steps=steps))
 
     def end_request(self, failed: bool = False) -> None:
-        """End the request, and wait for pending messages. Pipelines do this automatically.
-
-        Args:
-            failed: it has raised; then other ranks may have gone, and nothing is asked of them.
-        """
+        """End the request, and wait for pending messages; ``failed``: ranks may be gone, and are asked for nothing."""
         self._in_request = False
         with ExitStack() as ends:
             # Rows compare the last calls by the clock.
@@ -219,20 +210,22 @@ class Engine:
     def request(self, purpose: str) -> Iterator[Callable[..., None]]:
         """A request that its caller keeps open for calls of the transformers, the same calls on every rank.
 
-        Inputs are not compared: the caller answers for that. Every rank enters and leaves it. Pipelines do this by
-        themselves.
-
-        Args:
-            purpose: the reason for the boundary; the same on every rank.
+        Inputs are not compared: the caller answers for that. Every rank enters and leaves it, for the same purpose.
 
         Yields:
             A function that sets the request of the next calls, before the first of them and whenever it changes. It
-            takes a pipeline, and the pipeline's scheduler tells steps apart. `CallClock.advance` makes the next call
-            a step of its own.
+            takes a pipeline, whose scheduler tells steps apart; `CallClock.advance` makes the next call a step of its
+            own.
         """
+
+        def turn_to(pipe: Any) -> None:
+            if self._in_request:
+                self.end_request()
+            self._begin(Request(pipe))
+
         with self._alone(), self._shared.request(purpose):
             try:
-                yield self._turn_to
+                yield turn_to
                 self.end_request()
             except BaseException:
                 # First, so that nothing waits any more.
@@ -240,11 +233,6 @@ class Engine:
                 with suppress(Exception):
                     self.end_request(failed=True)
                 raise
-
-    def _turn_to(self, pipe: Any) -> None:
-        if self._in_request:
-            self.end_request()
-        self._begin(Request(pipe))
 
     def _renewed(self) -> None:
         """Reset all state after links were renewed, because ranks may have different state after a failure."""

@@ -42,9 +42,6 @@ class FirstCall:
 
     Until then it stands where the engine will be. Inside a pipeline the call is broken off, the engine opened, random
     generators set back to where they stood, and the pipeline called again with the same arguments.
-
-    Args:
-        config, mesh, owns_mesh, recipe: as for the engine.
     """
 
     def __init__(
@@ -66,11 +63,7 @@ class FirstCall:
             self._undo.callback(CallChain(model).add(partial(self._around_call, model)))
 
     def __getattr__(self, name: str) -> Any:
-        """Raises an error for attributes that only an engine has.
-
-        Raises:
-            InputError: always, but for names that no engine has.
-        """
+        """Refuse attributes that only an engine has."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise InputError(
@@ -79,7 +72,7 @@ class FirstCall:
         )
 
     def own_mesh(self) -> None:
-        """Free the mesh's groups at the end; its creator hands it over."""
+        """As `Engine.own_mesh`."""
         self._owns_mesh = True
 
     def attach(self, pipe: Any) -> None:
@@ -175,8 +168,6 @@ class FirstCall:
             )
         others = [type(other).__name__ for other in self.models if type(other) is not type(model)]
         if others:
-            raise LayoutError(
-                f"{type(model).__name__} was called, and the layout of {others[0]} beside it is not known yet; pass "
-                "layout= for both"
-            )
+            name = type(model).__name__
+            raise LayoutError(f"{name} was called, and the layout of {others[0]} is not known; pass layout= for both")
         return [every[0]] * len(self.models)

@@ -26,14 +26,12 @@ SIMULATION: Recipe = (StaleSteps, SimulatedExact, SimulatedStale, KnownForms, Ch
 def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None) -> T:
     """Make a pipeline (or a bare transformer) compute the result of ``config`` on virtual ranks in this process.
 
-    Use it to study stale strategies: simulating 8 ranks on one device takes 8 times
-    as long. `restore` undoes it; `engine_of` has drift and decisions as for real ranks. diffusers' caches, which
-    keep state in the model, are not supported.
+    Use it to study stale strategies: simulating 8 ranks takes 8 times as long. `restore` undoes it; `engine_of` has
+    drift and decisions as for real ranks. diffusers' caches, which keep state in the model, are not supported.
 
     Args:
-        target: as for `parallelize`.
+        target, layout: as for `parallelize`.
         config: the ``ring`` degree and its exchange; no other axis.
-        layout: as for `parallelize`.
 
     Raises:
         ConfigError: another axis than ring has a degree, or a setting that the simulation does not support.

@@ -42,11 +42,17 @@ COPY, REDUCE = "__deepcopy__", "__reduce_ex__"
 def mark(owner: Any, engine: Any) -> Callable[[], None]:
     """Attach an engine, or a pending first call, to an object for `engine_of`; returns the undo.
 
-    The object refuses to be copied, and its modules to be pickled: what comes of that would hold what was put on them,
-    and links to other ranks. A pipeline's class refuses to be pickled, see `PipelineCall`.
+    The object refuses to be copied, and its modules to be pickled: a copy would hold links to other ranks.
     """
     own, name = vars(owner), type(owner).__name__
-    own[ENGINE], own[COPY] = engine, partial(_refuse_copy, name)
+
+    def refuse_copy(*_: Any) -> Any:
+        raise InputError(
+            f"this {name} is parallelised, and a copy of it would be connected to other ranks as it is; call "
+            "ditmesh.restore(...) first, or copy it before ditmesh.parallelize(...)"
+        )
+
+    own[ENGINE], own[COPY] = engine, refuse_copy
     modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
     for module in modules:
         vars(module)[REDUCE] = partial(refuse_pickling, type(module), name, module)
@@ -58,13 +64,6 @@ def mark(owner: Any, engine: Any) -> Callable[[], None]:
             vars(module).pop(REDUCE, None)
 
     return undo
-
-
-def _refuse_copy(name: str, *_: Any) -> Any:
-    raise InputError(
-        f"this {name} is parallelised, and a copy of it would be connected to other ranks as it is; call "
-        "ditmesh.restore(...) first, or copy it before ditmesh.parallelize(...)"
-    )
 
 
 def engine_of(target: Any) -> Engine:

@@ -162,10 +162,10 @@ def key_bytes(
         # Of attention every rank has some of the heads.
         return [calls * found / config.tensor / config.ulysses for found in keys.found]
 
-    return _by_any_call(model, dtype, keys_of_call)
+    return by_any_call(model, dtype, keys_of_call)
 
 
-def _by_any_call(model: nn.Module, dtype: torch.dtype, run: Callable[[Conventions], Result]) -> Result:
+def by_any_call(model: nn.Module, dtype: torch.dtype, run: Callable[[Conventions], Result]) -> Result:
     """The result of a walk in the first form of call with which the model runs without values.
 
     Raises:
@@ -250,7 +250,7 @@ def _step(
             mesh.tensor.over = True  # type: ignore[attr-defined]
             engine.close()
 
-    return _by_any_call(model, dtype, steps_of_call)
+    return by_any_call(model, dtype, steps_of_call)
 
 
 @contextmanager

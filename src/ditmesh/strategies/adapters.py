@@ -29,7 +29,7 @@ class LoadedAdapters(Strategy):
     """The methods of a pipeline that look at weights, change or save them, past the methods of the transformer.
 
     Those that fit an adapter to weights see whole shapes: they would take a layer of which this rank has a slice, or
-    nothing, for one that the adapter is to enlarge. Adapters that were fused are taken out of whole weights.
+    nothing, for one that the adapter is to enlarge.
     """
 
     name = "adapters"

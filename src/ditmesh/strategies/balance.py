@@ -63,8 +63,7 @@ class Balance:
     def agree(self, seconds: float) -> None:
         """Set the speeds from the time that every rank takes for the same work. A collective call.
 
-        The new speeds are mixed half and half with those measured before: a machine's hiccup does not throw
-        all tokens about.
+        They are mixed half and half with those measured before: a hiccup does not throw all tokens about.
         """
         mine = torch.tensor([[self._share, 1 / seconds]], dtype=torch.float64, device=self._device)
         gathered = self._link.all_gather(mine, (1,) * self._link.size, dim=0).tolist()
@@ -81,10 +80,7 @@ class Balance:
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device | str) -> float:
-    """The time of ``work`` after one run that does not count.
-
-    The median: a speed that lasts counts, not the best moment nor the worst.
-    """
+    """The median time of ``work``, after one run that does not count."""
     wait = partial(torch.cuda.synchronize, device) if torch.device(device).type == "cuda" else lambda: None
     seconds = []
     for _ in range(1 + RUNS):

@@ -53,18 +53,14 @@ class Parts:
 
 
 class ParallelModel(Parts):
-    """One denoising transformer with the objects of its strategies.
+    """One denoising transformer with the objects of its strategies, and the chain of all that wraps its forward.
 
-    Attributes:
-        prefix: tells the blocks of several transformers apart in logs; empty for the only one.
-        chain: everything that wraps its forward.
+    ``prefix`` tells the blocks of several transformers apart in logs.
     """
 
     def __init__(self, model: nn.Module, layout: TokenLayout, prefix: str = "") -> None:
         super().__init__()
-        self.model = model
-        self.layout = layout
-        self.prefix = prefix
+        self.model, self.layout, self.prefix = model, layout, prefix
         self.chain = CallChain(model)
 
 
@@ -88,7 +84,6 @@ class Context(Parts):
         self.models = models
         self.pipe: Any = None
         self.clock = CallClock(lambda: getattr(self.pipe, "scheduler", None))
-        # The strategies' state of requests from step to step.
 
 
 @dataclass(frozen=True)
@@ -187,31 +182,19 @@ class Strategy:
         """Begin a request, independent of the previous one."""
 
     def end_request(self, failed: bool) -> None:
-        """The request is over.
-
-        Args:
-            failed: it has raised; other ranks may be gone, and nothing may be asked of them.
-        """
+        """The request is over; ``failed``: other ranks may be gone, and nothing may be asked of them."""
 
     def forget(self) -> None:
-        """Reset agreed state after links were renewed, because ranks may differ after a failure.
-
-        On all ranks alike, after `begin_request`.
-        """
+        """Reset agreed state, on all ranks alike: after a failure, by which ranks may differ, links were renewed."""
 
     def outside_request(self, arguments: Arguments) -> None:
-        """A transformer of a pipeline is called outside of any request: by another pipeline, or by hand.
-
-        Raises:
-            InputError: its result would not be right then.
-        """
+        """A transformer is called outside of any request of its pipeline: `InputError` if the result would be wrong."""
 
     def before_training(self, model: nn.Module, arguments: Arguments) -> None:
         """A transformer is called, on all ranks alike, and gradients are to pass through it.
 
         Raises:
-            ConfigError: none can.
-            InputError: they would not be right with these arguments.
+            ConfigError: none can; `InputError`: they would not be right with these arguments.
         """
         if self.no_gradient:
             raise ConfigError(

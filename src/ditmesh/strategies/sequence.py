@@ -109,7 +109,6 @@ class SequenceParallel:
         self._call = _CutTensors()
 
     def before_call(self, layout: TokenLayout, arguments: Arguments) -> None:
-        """Reduce tensors that the model adds to tokens between blocks to this rank's tokens."""
         for blocks, planned in layout.residuals if self.link.size > 1 else ():
             region = next(region for region in layout.regions if region.blocks == blocks)
             for path, value in Arguments((), (), {planned.arg: arguments.get(planned.arg)}).leaves():
@@ -120,11 +119,7 @@ class SequenceParallel:
                     arguments.set(path, PerToken.of(value, own, planned.dim))
 
     def end_call(self) -> None:
-        """End the run, and check that all split tensors were gathered.
-
-        Raises:
-            BlockSkipped: the last block of a region never ran, so the model went on with a part of the tokens.
-        """
+        # If the last block of a region never ran, the model went on with a part of the tokens.
         entered, self._call = self._call.entered, _CutTensors()
         if entered is not None and self.link.size > 1:
             raise BlockSkipped(
@@ -184,11 +179,7 @@ class SequenceParallel:
             arguments.set(grid.rows, mine // arguments.get(grid.cols))
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
-        """At a region's last block, gather its streams, as late as may be; otherwise pass the output on.
-
-        Raises:
-            LayoutError: the block computed attention that was not intercepted.
-        """
+        """At a region's last block, gather its streams, as late as may be; otherwise pass the output on."""
         self._check_coverage(site)
         if not site.is_last:
             return output
@@ -451,8 +442,7 @@ def _knows(region: Region, path: str, value: Any) -> bool:
 def _unknown(site: BlockSite, path: str, value: Any, tokens: Partition) -> str:
     """The sentence about an argument that is not in the layout."""
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the integer {value}"
-    sizes = dict(zip(tokens.totals, tokens.names, strict=True))
-    sizes[tokens.total] = " + ".join(tokens.names)
+    sizes = {**dict(zip(tokens.totals, tokens.names, strict=True)), tokens.total: " + ".join(tokens.names)}
     counts = value.shape if isinstance(value, Tensor) else (value,)
     follows = next((f", and {n} is the number of {sizes[n]} tokens" for n in counts if n in sizes and n > 1), "")
     advice = f"but the layout of {site.model} does not mention it. Add it to the layout's `cuts` (or to `whole`, if "

@@ -488,8 +488,7 @@ class ShardedWeights:
         """Give every rank all weights again, bit for bit. Collective over the link; needs room for all of them.
 
         Raises:
-            PeerError: the other ranks' pieces did not come. Everything else is undone all the same, and the model
-                refuses its next call.
+            PeerError: pieces did not come; everything else is undone all the same, see `whole_or_refused`.
         """
         self._undo.close()
         self._abandoned.clear()

@@ -101,13 +101,9 @@ def virtual_mesh(config: ParallelConfig, device: torch.device | str = "cpu") -> 
 
 
 class SimulatedSequence:
-    """Handler of a transformer that stands for one handler per virtual rank.
+    """Handler of a transformer that stands for one handler (of ``make``) per virtual rank.
 
     Inside a transformer's call everything is done by the handler of the virtual rank in progress.
-
-    Args:
-        make: makes the handler of one.
-        ranks: how many there are.
     """
 
     passive = False
@@ -139,7 +135,7 @@ class SimulatedSequence:
         return lambda: None
 
     def around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
-        """The transformer's forward, once for every virtual rank. All have the same result; it is the first one's."""
+        """The transformer's forward, once for every virtual rank. All have the same result."""
 
         def forward() -> Any:
             # Ranks meet to gather tokens, which they do inside of their runs only.

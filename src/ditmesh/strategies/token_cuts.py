@@ -20,13 +20,7 @@ UNIT = 16
 
 
 class TokenCut:
-    """The runs of tokens that sequence ranks have.
-
-    Args:
-        config: text policy.
-        link: the ranks.
-        balance: their speeds.
-    """
+    """The runs of tokens that the sequence ranks of a link have, by their speeds and the policy for text."""
 
     def __init__(self, config: ParallelConfig, link: Group, balance: Balance) -> None:
         self.config, self.link, self.balance = config, link, balance

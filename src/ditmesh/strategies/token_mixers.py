@@ -156,18 +156,11 @@ class _LinearAttention:
 
 
 def gathered(
-    module: nn.Module,
-    link: Group,
-    leaf: Leaf,
-    tokens: Callable[[], Partition],
-    processor: Any = None,
+    module: nn.Module, link: Group, leaf: Leaf, tokens: Callable[[], Partition], processor: Any = None
 ) -> Callable[[], None]:
     """A module of any kind: every rank runs it on all tokens, and keeps its own.
 
     Args:
-        module: whatever mixes tokens.
-        link: the sequence ranks.
-        leaf: which of its arguments hold tokens.
         tokens: how they are shared out at the moment.
         processor: an attention processor with which the module needs no other rank's tokens.
     """

@@ -37,15 +37,11 @@ def run_together(
     meet: Callable[[list[Any]], Sequence[Any]],
     enter: Callable[[int], None] = lambda place: None,
 ) -> list[T]:
-    """Call every function of ``runs`` as a coroutine; answer their questions together.
+    """The results of every function of ``runs``, each called as a coroutine, whose questions are answered together.
 
     Args:
-        runs: one function for each virtual rank. Each must ask as often as the others.
         meet: takes the questions of all runs, in order, and returns the answers.
         enter: is called with a run's place whenever it begins or goes on.
-
-    Returns:
-        The functions' results, in order.
 
     Raises:
         LayoutError: some runs asked and others returned.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...comm import Link, PeerError
+from ...comm import PeerError
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.patching import refuse_calls, refuse_loading, refuse_reading, refuse_saving, wrap_methods
@@ -28,16 +28,10 @@ class StageDone(Exception):
 
 
 def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Cut a row of blocks into consecutive stages so that the slowest is as fast as possible.
+    """Cut a row of blocks into consecutive stages so that the slowest is as fast as possible: blocks of every stage.
 
-    Args:
-        costs: cost of every block, in any unit.
-        stages: how many stages; at most as many as blocks.
-        speeds: relative speed of every stage; default: all alike. A stage takes its blocks' costs over its speed.
-
-    Returns:
-        Number of blocks of every stage, each at least one. Among equally good cuts the one with the smallest sum
-        of squared stage times, then the one with the longest first stages.
+    Among equally good cuts the one with the smallest sum of squared stage times, then the one with the longest first
+    stages. ``speeds`` are relative ones of the stages; default: all alike.
 
     Raises:
         ConfigError: fewer blocks than stages.
@@ -131,85 +125,54 @@ def stage_of(lengths: Sequence[int]) -> list[int]:
 class Stages:
     """The stages of one transformer: which has which blocks, and their weights. In place; `close` is the exact inverse.
 
-    Args:
-        model: the transformer: whole on every rank, or with this rank's blocks only, as `ditmesh.load` leaves it.
-        config: ``stages``, ``speeds``.
-
     Attributes:
+        model: whole on every rank, or with this rank's blocks only, as `ditmesh.load` leaves it.
         numbers: of every block, by its path.
         regions: the block list of every block, by its number.
         lengths: blocks of every stage.
     """
 
     def __init__(self, model: nn.Module, layout: TokenLayout, config: ParallelConfig, mesh: Mesh) -> None:
-        self.model, self.mesh = model, mesh
+        self.model, self.mesh, self.link = model, mesh, mesh.pipe
+        self._blocks = [block for _, block in blocks_of(model, layout)]
         self.numbers = {path: number for number, (path, _) in enumerate(blocks_of(model, layout))}
         self.regions = [region for region in layout.regions for _ in model.get_submodule(region.blocks).children()]
         self.lengths = first_cut(model, layout, config)
-        several = mesh.pipe.size > 1
-        self._weights = StageWeights(model, layout, self.lengths, mesh.pipe) if several else None
-
-    @property
-    def first(self) -> int:
-        """Number of this stage's first block."""
-        return sum(self.lengths[: self.mesh.pipe.rank])
-
-    @property
-    def last(self) -> int:
-        """Number of this stage's last block."""
-        return sum(self.lengths[: self.mesh.pipe.rank + 1]) - 1
-
-    def read_after(self, number: int) -> list[Stream]:
-        """The streams of a block's result that are read."""
-        region, following = self.regions[number], self.regions[number + 1 : number + 2]
-        chained = bool(following) and (following[0] is region or following[0].chained)
-        return [stream for stream in region.streams if stream.used_after or chained]
-
-    def close(self) -> None:
-        """Give every rank all blocks again, bit for bit. A collective call.
-
-        Raises:
-            PeerError: the other stages' blocks did not come; the model refuses its next call.
-        """
-        if self._weights is not None:
-            self._weights.close()
-
-
-class StageWeights:
-    """The weights of a model's blocks, each on its own stage only. In place; `close` is the exact inverse.
-
-    Args:
-        model, layout: as `Stages` takes them.
-        lengths: blocks of every stage.
-        link: the stages.
-    """
-
-    def __init__(self, model: nn.Module, layout: TokenLayout, lengths: Sequence[int], link: Link) -> None:
-        self.link = link
-        self._blocks = [block for _, block in blocks_of(model, layout)]
-        self._model = model
-        self._owners = stage_of(lengths)
+        self._undo = ExitStack()
+        if self.link.size == 1:
+            return
         # Adapters that are loaded later are on every stage.
-        kept = {id(part) for p in model.parameters() if id(p) in kept_parameters(model, layout) for part in parts_of(p)}
+        kept = kept_parameters(model, layout)
+        stays = {id(part) for one in model.parameters() if id(one) in kept for part in parts_of(one)}
         for owner, parameter in self._parameters():
-            if owner == link.rank and hasattr(parameter, ABSENT_ATTRIBUTE):
+            if owner == self.link.rank and hasattr(parameter, ABSENT_ATTRIBUTE):
                 raise InputError(
                     "this model was loaded for other stages; load it with the configuration it is to run with"
                 )
-            if owner != link.rank and parameter.numel() and id(parameter) not in kept:
+            if owner != self.link.rank and parameter.numel() and id(parameter) not in stays:
                 give_up(parameter)
-        self._undo = ExitStack()
-        self._guard()
-
-    def _guard(self) -> None:
-        """Methods of the model that need whole weights."""
-        model = self._model
         error = InputError("saving would write this stage's blocks only; call ditmesh.restore(...) first")
         self._undo.callback(refuse_saving(model, error))
         self._undo.callback(refuse_loading(model, self._absent, "nothing"))
         self._undo.callback(refuse_reading(model, self._absent, "nothing, as another stage has its block,"))
         names = ("fuse_lora", "unfuse_lora", "load_lora_adapter", "fuse_qkv_projections")
         self._undo.callback(wrap_methods(model, names, self._call_guarded))
+
+    @property
+    def first(self) -> int:
+        """Number of this stage's first block."""
+        return sum(self.lengths[: self.link.rank])
+
+    @property
+    def last(self) -> int:
+        """Number of this stage's last block."""
+        return sum(self.lengths[: self.link.rank + 1]) - 1
+
+    def read_after(self, number: int) -> list[Stream]:
+        """The streams of a block's result that are read."""
+        region, following = self.regions[number], self.regions[number + 1 : number + 2]
+        chained = bool(following) and (following[0] is region or following[0].chained)
+        return [stream for stream in region.streams if stream.used_after or chained]
 
     def _absent(self) -> set[int]:
         """Ids of the parameters that are on other stages."""
@@ -230,19 +193,18 @@ class StageWeights:
         if name == "load_lora_adapter" and not kwargs.get("hotswap"):
             return method(*args, **kwargs)
         # What is written to weights of other stages is written there as well, and let go of here.
-        with filled(self._model):
+        with filled(self.model):
             return method(*args, **kwargs)
 
     def close(self) -> None:
-        """Give every rank all blocks again, bit for bit. Collective over the link; needs room for all of them.
+        """Give every rank all blocks again, bit for bit. Collective over the stages; needs room for all blocks.
 
         Raises:
-            PeerError: the other stages' blocks did not come. Everything else is undone all the same, and the model
-                refuses its next call.
+            PeerError: they did not come; everything else is undone all the same, see `whole_or_refused`.
         """
         self._undo.close()
-        with whole_or_refused(self._model), torch.no_grad():
-            for owner, parameter in self._parameters():
+        with whole_or_refused(self.model), torch.no_grad():
+            for owner, parameter in self._parameters() if self.link.size > 1 else ():
                 if self.link.rank == owner:
                     self.link.broadcast(parameter.data.contiguous(), owner)
                 else:
@@ -253,7 +215,7 @@ class StageWeights:
         """Every parameter of the blocks, or the plain tensors that it is made of, with the stage that has its block."""
         return [
             (owner, part)
-            for owner, block in zip(self._owners, self._blocks, strict=True)
+            for owner, block in zip(stage_of(self.lengths), self._blocks, strict=True)
             for parameter in block.parameters()
             for part in parts_of(parameter)
         ]
@@ -261,11 +223,7 @@ class StageWeights:
 
 @contextmanager
 def whole_or_refused(model: nn.Module) -> Iterator[None]:
-    """Put a model's weights together again inside; if other ranks do not do their part, the model refuses its calls.
-
-    Raises:
-        PeerError: saying so.
-    """
+    """Put a model's weights together again inside; without other ranks (`PeerError`) the model refuses its calls."""
     try:
         yield
     except RuntimeError as error:

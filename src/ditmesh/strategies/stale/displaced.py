@@ -43,11 +43,9 @@ Key = tuple[int, str, int]
 
 
 class StaleSequence(SequenceParallel):
-    """The base of stale sequence strategies.
+    """The base of stale sequence strategies; the ring axis is the one that shares tokens.
 
     Args:
-        config, mesh: as `SequenceParallel` takes them; the ring axis is the one that shares tokens.
-        control: the request's steps.
         blocks: number in the drift monitor of every block, by path.
 
     Attributes:
@@ -65,7 +63,6 @@ class StaleSequence(SequenceParallel):
         """End the request: wait for pending messages, and clear the buffers."""
 
     def attend_distributed(self, attention: AttentionCall) -> Tensor:
-        """One attention over tokens that lie on all ranks, as `SequenceParallel.attend_distributed`."""
         if attention.keys.all_replicated:
             return super().attend_distributed(attention)
         path, control = self._site.path, self.control
@@ -120,18 +117,10 @@ class DisplacedParallel(StaleSequence):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the keys and values kept between steps, without pending messages.
-
-        For every branch and attention call 2 · B · S · H · D · bytes of an element: S tokens of all ranks.
-        """
+        """Bytes kept between steps: 2 · B · S · H · D elements for every branch and attention call, S of all ranks."""
         return sum(buffer.kept_bytes for buffer in self.buffers.values())
 
     def end_request(self) -> None:
-        """Wait for pending messages, and clear the buffers.
-
-        Raises:
-            RuntimeError: another rank has gone; everything is forgotten all the same.
-        """
         self._buffers.renew().finish()
         if self._codec is not None:
             self._codec.forget()
@@ -176,8 +165,8 @@ class DisplacedParallel(StaleSequence):
     def _whole_mask(self, buffer: _Buffer, attention: AttentionCall) -> Tensor | None:
         """The mask of this rank's queries over all keys.
 
-        Other ranks' part of a mask comes from them, which means waiting. A mask is made of the call's arguments;
-        while those stay what they were in the step before, which every rank sees alike, so does the mask.
+        Other ranks' part of it comes from them, which means waiting. It is made of the call's arguments: while those
+        stay what they were in the step before, which every rank sees alike, so does the mask.
         """
         if attention.mask is None:
             return None
@@ -195,8 +184,7 @@ class _Buffer:
     """Keys and values of all ranks for one attention call: memory (2, B, H, S, D), tokens in one device's order.
 
     Attributes:
-        whole: a view of the memory, token by token: (S, 2, B, H, D).
-        k_bhsd, v_bhsd: views of it, (B, H, S, D).
+        whole: a view of the memory, token by token: (S, 2, B, H, D); ``k_bhsd``, ``v_bhsd``: (B, H, S, D).
         step: the step that the other ranks' part is of; None while there is nothing.
         mask: the mask over all keys, as it was gathered last.
     """
@@ -263,14 +251,10 @@ class _Buffer:
         return sum(one.numel() * one.element_size() for one in kept)
 
     def move_on(self, step: int, predict: bool) -> None:
-        """Make what is kept of the latest step a prediction of the step in progress, and remember it.
+        """Make what is kept of the latest step a prediction of ``step``, the one in progress, or only remember it.
 
         That is what others have sent, and this rank's tokens as they have them: the same numbers by the same
         operations, each rounded by itself, so a prediction has the same bits on all ranks.
-
-        Args:
-            step: the step in progress.
-            predict: move on; else remember only.
         """
         latest = self.step
         if latest is None or latest >= step:
@@ -293,12 +277,7 @@ class _Buffer:
         self._before_step = latest
 
     def post(self, step: int, whole: bool = False) -> None:
-        """Send this rank's tokens to all others and receive theirs; returns at once.
-
-        Args:
-            step: the step in progress.
-            whole: send them as they are, not through the codec.
-        """
+        """Begin to send this rank's tokens to all others and to receive theirs; ``whole``: not through the codec."""
         packer = None if whole else self._codec
         self.step, self._packer = step, packer
         own = self._slots[self._ring.rank]

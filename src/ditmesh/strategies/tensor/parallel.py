@@ -43,8 +43,7 @@ class TensorParallel:
     of the transformer, and nothing else about them changes.
 
     Args:
-        model: the transformer, with the same weights on every rank, or with this rank's slices as `ditmesh.load`
-            leaves them.
+        model: with the same weights on every rank, or with this rank's slices as `ditmesh.load` leaves them.
         link: the ranks that share the weights.
         plan: of the slices; None: that of `plan_slices`.
 
@@ -58,7 +57,12 @@ class TensorParallel:
         self.model = model
         self.link = link
         self.plan = plan or plan_slices(model, link.size)
-        self._check_share()
+        if (share := share_cut(model, self.plan)) < LEAST_SHARE:
+            raise ConfigError(
+                f"tensor={link.size} cuts {share:.0%} of the parameters in the blocks of {type(model).__name__}, whose "
+                "linear layers are not named as in the models that ditmesh has rules for: it would share out neither "
+                "memory nor work; use shard for memory, and ulysses, ring, cfg or data"
+            )
         self._undo = ExitStack()
         self._places = [
             (site, model.get_submodule(parent), name)
@@ -93,20 +97,24 @@ class TensorParallel:
             slicer: Any = _table_slicer(module, table, cut, link)
             slicer.brings_weights = True
             self._undo.callback(module.register_forward_pre_hook(slicer, with_kwargs=True).remove)
-        self._guard()
+        error = InputError("saving would write this rank's slices only; call ditmesh.restore(...) first")
+        self._undo.callback(refuse_saving(model, error))
+        self._undo.callback(refuse_loading(model, self.spread, "this rank's slices"))
+        self._undo.callback(refuse_reading(model, self.spread, "this rank's slice"))
+        names = ("fuse_lora", "fuse_qkv_projections", "unfuse_qkv_projections", "load_lora_adapter")
+        self._undo.callback(wrap_methods(model, names, self._call_guarded))
         self._follow_adapters()
         # Adapters come and go between calls; looking once a call is cheap and misses none.
         before: Any = partial(self._before_call)
         before.brings_weights = True
         self._undo.callback(model.register_forward_pre_hook(before, prepend=True).remove)
-        self._undo.callback(model.register_forward_hook(self._after_call, always_call=True).remove)
+        self._undo.callback(model.register_forward_hook(self._forget_entered, always_call=True).remove)
 
     def close(self) -> None:
         """Make the model whole again, bit for bit, adapters included. Collective over the link.
 
         Raises:
-            PeerError: the other ranks' slices did not come. Everything else is undone all the same, and the model
-                refuses its next call.
+            PeerError: slices did not come; everything else is undone all the same, see `whole_or_refused`.
         """
         self._undo.close()
         for handle in (*(handle for _, handle in self._hung.values()), *self._completed.values()):
@@ -117,16 +125,6 @@ class TensorParallel:
             self.gather_adapters()
             for site in self.plan.sites:
                 self._gather(site, _base_parameters(site, self._base(site)))
-
-    def _check_share(self) -> None:
-        """Reject a model with almost no splittable weights."""
-        share, name = share_cut(self.model, self.plan), type(self.model).__name__
-        if share < LEAST_SHARE:
-            raise ConfigError(
-                f"tensor={self.link.size} cuts {share:.0%} of the parameters in the blocks of {name}, because its "
-                "linear layers are not named as in the models that ditmesh has rules for, so that it would share out "
-                "neither memory nor work; use shard for memory, and ulysses, ring, cfg or data"
-            )
 
     # --- weights -----------------------------------------------------------------------------------------
 
@@ -168,19 +166,6 @@ class TensorParallel:
 
     # --- hooks -------------------------------------------------------------------------------------------
 
-    def _guard(self) -> None:
-        """Methods of the model that need whole weights, or adapters cut like the weights."""
-        model = self.model
-        self._undo.callback(
-            refuse_saving(
-                model, InputError("saving would write this rank's slices only; call ditmesh.restore(...) first")
-            )
-        )
-        self._undo.callback(refuse_loading(model, self.spread, "this rank's slices"))
-        self._undo.callback(refuse_reading(model, self.spread, "this rank's slice"))
-        names = ("fuse_lora", "fuse_qkv_projections", "unfuse_qkv_projections", "load_lora_adapter")
-        self._undo.callback(wrap_methods(model, names, self._call_guarded))
-
     def _call_guarded(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the model that adds or fuses adapters."""
         if name.endswith("fuse_qkv_projections"):
@@ -213,26 +198,17 @@ class TensorParallel:
         if torch.is_grad_enabled():
             self._follow_gradients()
 
-    def _after_call(self, *_: Any) -> None:
-        """Keep no activation beyond the call."""
+    def _forget_entered(self, *_: Any) -> None:
         self._entered = None
 
-    def _epilogue(self, site: Site) -> Callable[..., Tensor]:
+    def _epilogue(self, site: Site, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         """A hook that completes the output of a site's linear: the sum, or the features, of all ranks."""
-        link, lengths = self.link, site.cut.lengths
-
-        def add_up(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-            return leave_slices(link, output)
-
-        def gather(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+        if site.kind == "row":
+            return leave_slices(self.link, output)
+        if output.shape[-1] == site.cut.total:
             # Values that were computed ahead are whole already.
-            if output.shape[-1] == site.cut.total:
-                return output
-            return gather_features(link, output.contiguous(), lengths, output.dim() - 1)
-
-        epilogue: Any = add_up if site.kind == "row" else gather
-        epilogue.brings_weights = epilogue.completes = True
-        return epilogue
+            return output
+        return gather_features(self.link, output.contiguous(), site.cut.lengths, output.dim() - 1)
 
     # --- adapters ----------------------------------------------------------------------------------------
 
@@ -240,7 +216,9 @@ class TensorParallel:
         """Cut adapters that are still whole, and hang every epilogue behind base and adapters together."""
         for site, outer in self._linears():
             if site.kind not in ("column", "table") and self._lacks("epilogue", site.path, outer):
-                self._hung["epilogue", site.path] = outer, outer.register_forward_hook(self._epilogue(site))
+                epilogue: Any = partial(self._epilogue, site)
+                epilogue.brings_weights = epilogue.completes = True
+                self._hung["epilogue", site.path] = outer, outer.register_forward_hook(epilogue)
             self._cut(site, _adapter_parameters(site, outer))
 
     def _lacks(self, kind: str, path: str, module: nn.Module) -> bool:
@@ -269,16 +247,12 @@ class TensorParallel:
             self._complete_in_calls(path, self.model.get_submodule(path), own, self.link.all_reduce)
 
     def _complete_in_calls(self, path: str, module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Complete the gradient of a module's parameter, found when the module is called: under FSDP2 it is there then.
-
-        Outside of its block's call FSDP2 has a shard in its place, which autograd knows nothing of.
-        """
+        """Complete the gradient of a module's parameter, found in its call: outside of it FSDP2 has a shard there."""
         if not self._lacks(name, path, module):
             return
 
         def found(*_: Any) -> None:
-            parameter = module._parameters.get(name)
-            if parameter is not None:
+            if (parameter := module._parameters.get(name)) is not None:
                 self._complete(parameter, change)
 
         self._hung[name, path] = module, module.register_forward_pre_hook(found)
@@ -304,7 +278,12 @@ class TensorParallel:
 
     def spread(self) -> set[int]:
         """Ids of the parameters that are this rank's slices at the moment. Adapters are whole until the next call."""
-        found = {id(p) for site in self.plan.sites for p in _held(site, self._base(site))}
+        found: set[int] = set()
+        for site in self.plan.sites:
+            base = self._base(site)
+            # Of a slice that was quantised since, the parts it is kept in.
+            quantised = site.kind != "norm" and "weight" not in base._parameters
+            found.update(map(id, base.parameters() if quantised else (p for p, _ in _base_parameters(site, base))))
         for site, outer in self._linears():
             parameters = _adapter_parameters(site, outer)
             found.update(id(p) for p, dim in parameters if dim is None or p.shape[dim] != site.cut.total)
@@ -363,34 +342,16 @@ def already_cut(model: nn.Module, degree: int) -> set[str]:
     return found
 
 
-# Parameters of a site with the dimension that is cut; None: the first rank holds it whole, the others zeros.
-
-
 def _base_parameters(site: Site, base: nn.Module) -> Iterator[tuple[nn.Parameter, int | None]]:
+    """A site's parameters with the dimension that is cut; None: the first rank holds it whole, the others zeros."""
     for name in ("weight", "bias"):
         parameter = base._parameters.get(name)
         if parameter is not None:
             yield parameter, site.dim_of(name)
 
 
-def _held(site: Site, base: nn.Module) -> Iterator[nn.Parameter]:
-    """A rank's slices of a layer that is cut; of a slice that was quantised since, the parts it is kept in."""
-    if site.kind != "norm" and "weight" not in base._parameters:
-        yield from base.parameters()
-    else:
-        yield from (parameter for parameter, _ in _base_parameters(site, base))
-
-
 def adapter_cuts(model: nn.Module, made: TensorPlan) -> Iterator[tuple[str, int | None, Partition | None]]:
-    """Every parameter of adapters that a rank does not hold whole, as `TensorPlan.parameters` has those of the model.
-
-    Args:
-        model: with whole adapters.
-        made: its plan.
-
-    Raises:
-        InputError: an adapter is no plain LoRA.
-    """
+    """Every parameter of whole adapters that ranks will cut, as `TensorPlan.parameters` has those of the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for site in made.sites:
         if site.kind == "norm":
@@ -446,11 +407,8 @@ def _check_plain(site: Site, base: nn.Module) -> None:
         )
     dimensions = 1 if site.kind == "norm" else 2
     # Fake ones are cut to see what that takes.
-    if (
-        type(weight.data) not in (Tensor, FakeTensor)
-        or not weight.is_floating_point()
-        or len(shape_of(weight)) != dimensions
-    ):
+    plain = type(weight.data) in (Tensor, FakeTensor) and weight.is_floating_point()
+    if not plain or len(shape_of(weight)) != dimensions:
         raise InputError(
             f"the weight of {site.path} ({type(base).__name__}) is {type(weight).__name__} of {weight.dtype} with "
             f"shape {tuple(weight.shape)}; tensor parallelism cuts plain floating-point weights. Use ulysses or ring "

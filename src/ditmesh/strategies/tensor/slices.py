@@ -30,7 +30,6 @@ class Site:
     """One linear (or norm over all heads) that is cut.
 
     Attributes:
-        path: where it is in the model.
         kind: ``"column"``: output features are cut; ``"gathered"``: the same, and the output is put together
             again; ``"row"``: input features are cut, the output is summed; ``"norm"``: a norm over features that
             are cut; ``"embedding"``: the features of an embedding are cut, and the output is put together again;
@@ -50,7 +49,7 @@ class Site:
     def dim_of(self, parameter: str) -> int | None:
         """Dimension of ``"weight"`` or ``"bias"`` that is cut; None: the first rank holds it whole, the others zeros.
 
-        So it is with the bias of a row-parallel linear, which is to be added once.
+        That is the bias of a row-parallel linear, which is to be added once.
         """
         return self.dim if parameter == "weight" else None if self.kind == "row" else 0
 
@@ -337,7 +336,7 @@ def _linear_at(module: nn.Module, path: str) -> nn.Linear | None:
 
 
 def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
+    return ".".join(filter(None, parts))
 
 
 def norm_width(norm: nn.Module) -> int | None:

@@ -66,11 +66,7 @@ def _gathered(value: Any) -> Any:
 class InBands:
     """An autoencoder's ``decode`` and ``encode`` in bands: collective calls of the ranks of a link.
 
-    Args:
-        vae: the autoencoder, the same on all ranks.
-
-    Attributes:
-        bands: the ranks, and the operations that were computed on whole tensors for lack of a rule.
+    ``bands`` knows the operations that were computed on whole tensors for lack of a rule.
     """
 
     def __init__(self, vae: nn.Module, link: Link) -> None:
@@ -79,12 +75,7 @@ class InBands:
         self.calls: dict[str, Callable[..., Any]] = {name: getattr(vae, name) for name in _ROWS if hasattr(vae, name)}
 
     def call(self, name: str, given: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The result of ``decode`` or ``encode``, on every rank.
-
-        Args:
-            name: of the two.
-            given: latents or pixels, (batch, channels, [frames,] height, width).
-            args, kwargs: further arguments.
+        """The result of ``decode`` or ``encode`` for latents or pixels (batch, channels, [frames,] height, width).
 
         Raises:
             UncuttableOperation: it cannot be computed in bands.
