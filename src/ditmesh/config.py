@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -134,7 +135,7 @@ class ParallelConfig(BaseModel):
             until the request ends. The same bits.
         vae: ``"bands"`` is exact, unlike tiled decoding; ``"auto"``: for large images. In reproducible mode always
             whole. See docs/vae.md.
-        text_encoder: ``"tensor"``: ranks compute with slices, so that embeddings differ in their last bits. ``"freed"``:
+        text_encoder: ``"tensor"``: ranks compute with slices; embeddings differ in their last bits. ``"freed"``:
             on every rank until the transformer is called, and read again for the next call. See docs/memory.md.
         strict: if False, such an argument is passed on whole.
     """
@@ -481,11 +482,19 @@ class ParallelConfig(BaseModel):
             return self
 
     def options(self) -> str:
-        """The options of a command for these degrees, such as ``--devices 4 --tensor 2 --ring 2``."""
-        degrees = {"devices": self.world_size} | {name: n for name, n in reversed(self.degrees.items()) if n > 1}
-        if self.shard > 1:
-            degrees["shard"] = self.shard
-        return " ".join(f"--{name} {degree}" for name, degree in degrees.items())
+        """The options of a command for this configuration, such as ``--devices 4 --tensor 2 --set vae=bands``."""
+        words = [f"--devices {self.world_size}"]
+        for name in (*reversed(self.degrees), *(name for name in type(self).model_fields if name not in self.degrees)):
+            value = getattr(self, name)
+            if value == type(self).model_fields[name].default:
+                continue
+            if isinstance(value, tuple):
+                value = ",".join(f"{number:g}" for number in value)
+            elif isinstance(value, bool) and not setting(name).option:
+                value = str(value).lower()
+            option, *given = option_words(name, value).split(" ", 1)
+            words += [option, *map(shlex.quote, given)]
+        return " ".join(words)
 
 
 def _divisors(number: int) -> list[int]:

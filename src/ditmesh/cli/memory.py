@@ -110,7 +110,7 @@ def _needed(
     if isinstance(chosen, int):
         choice = demand.choose(chosen, room)
         chosen, note = choice.config, choice.describe() if chosen > 1 else None
-    found = needs(components, chosen, workload, kind, part.runtime)
+    found = needs(components, chosen, workload, kind, part.runtime, gpu=part.kind == "cuda")
     most, exceeds = max(rank.peak.total for rank in found), None
     options = chosen.options()
     if most > room:

@@ -18,15 +18,14 @@ from .walk import WithoutValues, by_any_call, manual_collection, model_on_meta
 
 @kept
 def computed_ahead(
-    transformer: str, settings: Mapping[str, Any], tensor: int, workload: Workload, steps: int, dtype: torch.dtype
+    transformer: str, settings: Mapping[str, Any], tensor: int, workload: Workload, dtype: torch.dtype
 ) -> Needs:
     """The weights of modules whose values are computed ahead, and as `kept` these values, of one rank.
 
     Args:
         transformer, settings: class and configuration.
         tensor: ranks that share its weights.
-        workload: of a rank.
-        steps: for which values are kept.
+        workload: of a rank; values are kept for all of its steps.
 
     Raises:
         LayoutError: the transformer cannot run without values.
@@ -39,7 +38,7 @@ def computed_ahead(
         inputs = make.inputs(size)
         times = [inputs[name] for name in inputs.keys() & TIMESTEPS if isinstance(inputs[name], torch.Tensor)]
         with WithoutValues():
-            found = found_ahead(model, inputs, times, steps)
+            found = found_ahead(model, inputs, times, workload.steps)
         return Needs(found.weights / tensor, 0.0, calls * found.values)
 
     with manual_collection():

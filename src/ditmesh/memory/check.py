@@ -141,7 +141,7 @@ class Demand:
         if config.inputs == "per-data-rank":
             # Every group has a call of its own.
             config = config.model_copy(update={"data": 1, "inputs": "broadcast"})
-        every = needs(self.components, config, request, self.dtype, self.runtime, self.offloaded)
+        every = needs(self.components, config, request, self.dtype, self.runtime, self.offloaded, self.kind == "cuda")
         loading = self.workload is None and not usual
         phase = max((rank.phases[0] if loading else rank.peak for rank in every), key=lambda phase: phase.total)
         return phase.total, phase.name

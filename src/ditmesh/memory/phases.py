@@ -14,6 +14,7 @@ from ..errors import InputError
 from ..layout import known_models
 from ..layout.describe import meta_model
 from ..strategies.pipefusion.stages import first_cut, kinds_of, stage_of
+from .ahead import computed_ahead
 from .cache import Needs, kept
 from .sizes import Workload
 from .walk import decode, denoise, key_bytes, walk_encoder
@@ -94,6 +95,7 @@ def needs(
     dtype: torch.dtype,
     process: float = 0.0,
     offloaded: bool = False,
+    gpu: bool = False,
 ) -> list[RankNeeds]:
     """Predict the memory of every rank from configurations, without computing anything.
 
@@ -104,10 +106,12 @@ def needs(
     Args:
         process: bytes of a process without a model.
         offloaded: text encoders and autoencoder are elsewhere while they do not work.
+        gpu: what `precompute` computes ahead leaves the device.
 
     Raises:
         LayoutError: a component cannot run without values, or has no reviewed layout.
     """
+    ahead = _ahead(components, config, workload, dtype) if config.precompute and gpu else Needs(0.0, 0.0)
     vae, text = (
         _decoding(components, config, workload, dtype),
         _encoding(components, config, workload, dtype, offloaded),
@@ -115,7 +119,7 @@ def needs(
     found: list[RankNeeds] = []
     for stage, one in enumerate(_denoising(components, config, workload, dtype)):
         ranks = config.world_size // config.pipe
-        found.append(RankNeeds(stage, ranks, _phases(components, one, text, vae, offloaded, process)))
+        found.append(RankNeeds(stage, ranks, _phases(components, one, text, vae, ahead, offloaded, process)))
     return found
 
 
@@ -135,16 +139,17 @@ class _EncoderMemory:
 
 
 def _phases(
-    components: Components, one: Needs, text: _EncoderMemory, vae: Needs, offloaded: bool, process: float
+    components: Components, one: Needs, text: _EncoderMemory, vae: Needs, ahead: Needs, offloaded: bool, process: float
 ) -> tuple[Phase, ...]:
     """A rank's memory for transformers, text encoders and the VAE."""
+    later = text.later - ahead.weights + ahead.kept
     around = one.weights + (0.0 if offloaded else vae.weights + components.other)
     phases = [Phase("load", around + text.loaded, process=process)]
     if components.encoders:
         phases.append(Phase("encode", around + text.encoding, text.activations, process=process))
-    phases.append(Phase("denoise", around + text.later, one.activations, process=process))
+    phases.append(Phase("denoise", around + later, one.activations, process=process))
     if components.vae is not None:
-        pixels = around + text.later + offloaded * vae.weights
+        pixels = around + later + offloaded * vae.weights
         phases.append(Phase("decode", pixels, vae.activations, one.kept, process))
     return tuple(phases)
 
@@ -166,6 +171,18 @@ def _encoding(
     return _EncoderMemory(loaded, held, later, most.activations)
 
 
+def _ahead(components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype) -> Needs:
+    """Weights that are away while transformers run, and the values that are there instead."""
+    share = replace(
+        workload,
+        pictures=-(-workload.pictures // config.data),
+        branches=-(-workload.branches // config.cfg),
+        element=dtype.itemsize,
+    )
+    every = [computed_ahead(part.kind, part.settings, config.tensor, share, dtype) for part in components.denoisers]
+    return Needs(sum(each.weights for each in every), 0.0, sum(each.kept for each in every))
+
+
 def _decoding(components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype) -> Needs:
     vae = components.vae
     if vae is None:
@@ -180,8 +197,8 @@ def _decoding(components: Components, config: ParallelConfig, workload: Workload
 
 def _denoising(components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype) -> list[Needs]:
     """For every stage what its ranks need, of all transformers."""
-    # Neither where the other components are nor dtype many steps follow changes a step.
-    among = config.model_copy(update={"text_encoder": "whole", "vae": "auto"})
+    # Neither where the other components are nor how many steps follow changes a step.
+    among = config.model_copy(update={"text_encoder": "whole", "vae": "auto", "precompute": False})
     workload = replace(workload, steps=1, element=dtype.itemsize)
     stages = [_stages(part, among, workload, dtype) for part in components.denoisers]
     return [

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...config import ParallelConfig, option_words
+from ...config import ParallelConfig
 from ...errors import ConfigError, DitmeshError, InputError, LayoutError
 from ...generate.model_info import find_model
 from ...memory.catalogue import Shape, shapes
@@ -154,10 +154,7 @@ class Plan:
         if self.best is None:
             return None
         model = f" --model {self.subject.repository}" if self.subject.repository else ""
-        config = self.best.config
-        more = [option_words("exchange", config.exchange)] if config.exchange != "exact" else []
-        more += [option_words("patches", config.patches)] if config.patches is not None else []
-        return " ".join([f'ditmesh generate "..."{model}', config.options(), *more])
+        return f'ditmesh generate "..."{model} {self.best.config.options()}'
 
 
 def plan(about: PlanSubject, hardware: Hardware, stale: bool = False) -> Plan:
