@@ -86,24 +86,6 @@ def test_two_devices_draw_the_picture_of_one(model: Path, tmp_path: Path, capfd:
     assert (receipt.devices, receipt.pipeline, receipt.width) == (2, "StableDiffusion3Pipeline", 32)
 
 
-def test_a_picture_depends_on_its_own_seed_alone(
-    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The second of two pictures, drawn alone with another configuration, in words instead of JSON."""
-    common = ["generate", "a red fox", "--model", model, "--steps", "2", "--threads", "1", "--size", "48x32"]
-    assert run(*common, "--num-images", "2", "--out", tmp_path / "a") == 0
-    assert run(*common, "--seed", "1", "--ring", "2", "--out", tmp_path / "b") == 0
-    said = capfd.readouterr().out
-    one = tmp_path / "a" / "0001-a-red-fox-seed1.png"
-    other = tmp_path / "b" / "0000-a-red-fox-seed1.png"
-    assert str(one) in said
-    assert str(other) in said
-    assert "1 image in" in said
-    assert "2 devices (ring=2" in said
-    assert pixels(one).shape == (32, 48, 3)
-    assert abs(pixels(one) - pixels(other)).max() <= 1
-
-
 @pytest.mark.matrix
 def test_torchrun_ranks_are_used_and_none_started(model: Path, tmp_path: Path) -> None:
     mark, environment = processes.marked({"PYTHONPATH": TEST_PATH})

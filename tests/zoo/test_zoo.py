@@ -1,9 +1,10 @@
-"""The embedded models as they are shipped: what they are, what they make, and that ranks make the same."""
+"""The embedded models as they are shipped: what they are, and what they make."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from PIL import Image
 
 import ditmesh
 from ditmesh import zoo
+from ditmesh.cli.main import main
 from ditmesh.generate.model_info import find_model
+from ditmesh.generate.receipt import read_receipt
 from ditmesh.zoo import references
-from support.embedded import card_of, check_captioned_card, generated, on_ranks, pipeline_of
 
 # What each is asked for, in images that its training knows.
 ASKED: dict[str, tuple[str, ...]] = {
@@ -27,6 +29,16 @@ ASKED: dict[str, tuple[str, ...]] = {
     "emoji-wan": ("a red apple moves left", "a rocket moves up", "a yellow star grows"),
     "fashion-dit": tuple(zoo.captions("fashion-dit")),
 }
+
+
+@cache
+def pipeline_of(name: str) -> Any:
+    """Loaded once in a process."""
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(zoo.path(name))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def in_the_matrix(names: Any, *quick: Any) -> list[Any]:
@@ -75,40 +87,21 @@ def test_it_is_what_the_zoo_says(name: str):
         assert pipe.get_label_ids(zoo.captions(name)) == list(range(told.classes))
 
 
-@pytest.mark.parametrize("name", zoo.EMBEDDED)
-def test_the_card_states_the_measured_figures(name: str):
-    if not zoo.EMBEDDED[name].classes:
-        kind = "caption" if name == "emoji-wan" else "picture"
-        check_captioned_card(name, f"nearest_{kind}_accuracy")
-        return
-    card, measured = card_of(name)
-    if name == "fashion-dit":
-        assert measured["classifier_on_drawn"] >= 0.8
-        assert f"{measured['classifier_on_drawn']:.1%} of the generated ones" in card
-        near = measured["nearest_training_picture"]
-        # Learnt by heart, they would lie on their training images.
-        assert near["drawn"]["1 %"] > near["test"]["1 %"] / 2
-        return
-    for sampler, row in measured["samplers"].items():
-        assert row["nearest_picture_accuracy"] >= 0.9
-        assert f"| {sampler} | {row['nearest_picture_accuracy']:.3f} | {row['psnr_to_nearest']:.1f} dB |" in card
-
-
 # --- what they make
 
 
-def made(name: str, config: dict[str, Any] | None, steps: int) -> np.ndarray:
-    """Images or videos of what is asked for, on the ranks of a configuration; None: without ditmesh."""
+def made(name: str) -> np.ndarray:
+    """Images or videos of what is asked for, without ditmesh."""
     from training import evaluate, evaluate_dit, motion
 
-    told, asked = zoo.EMBEDDED[name], list(ASKED[name])
-    with on_ranks(pipeline_of(name), config) as pipe:
-        if told.frames:
-            return np.stack([motion.generate(pipe, one, steps, guidance=told.guidance_scale, seed=3) for one in asked])
-        if told.classes:
-            return evaluate_dit.draw(pipe, pipe.get_label_ids(asked), steps=steps, guidance=told.guidance_scale)
-        more = {"max_sequence_length": 16} if name == "emoji-sd3" else {"size": told.size}
-        return evaluate.draw(pipe, asked, steps=steps, guidance=told.guidance_scale, **more)
+    told, asked, pipe = zoo.EMBEDDED[name], list(ASKED[name]), pipeline_of(name)
+    given: dict[str, Any] = {"steps": told.steps, "guidance": told.guidance_scale}
+    if told.frames:
+        return np.stack([motion.generate(pipe, caption, **given, seed=3) for caption in asked])
+    if told.classes:
+        return evaluate_dit.draw(pipe, pipe.get_label_ids(asked), **given)
+    given |= {"max_sequence_length": 16} if name == "emoji-sd3" else {"size": told.size}
+    return evaluate.draw(pipe, asked, **given)
 
 
 def recognised(name: str, images: np.ndarray) -> list[str]:
@@ -139,7 +132,7 @@ def recognised(name: str, images: np.ndarray) -> list[str]:
 
 @pytest.mark.parametrize("name", in_the_matrix(zoo.EMBEDDED, "emoji-flux"))
 def test_its_images_show_what_is_asked_for(name: str):
-    found = recognised(name, made(name, None, zoo.EMBEDDED[name].steps))
+    found = recognised(name, made(name))
     wrong = [(asked, shown) for asked, shown in zip(ASKED[name], found, strict=True) if asked != shown]
     assert len(wrong) <= 1, wrong
 
@@ -147,7 +140,12 @@ def test_its_images_show_what_is_asked_for(name: str):
 @pytest.mark.parametrize("name", in_the_matrix(["emoji-dit-s", "emoji-flux", "emoji-wan"], "emoji-dit-s"))
 def test_generate_takes_size_and_settings_of_the_card(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str):
     told = zoo.EMBEDDED[name]
-    receipt = generated(name, ASKED[name][0], tmp_path, capfd)
+    asked = ["generate", ASKED[name][0], "--model", name, "--threads", "1", "--device", "cpu", "--steps", "2"]
+    with pytest.raises(SystemExit) as left:
+        main([*asked, "--out", str(tmp_path), "--json"])
+    captured = capfd.readouterr()
+    assert left.value.code == 0, captured.err
+    receipt = read_receipt(json.loads(captured.out)["images"][0]["path"])
     assert (receipt.width, receipt.height, receipt.frames or 0) == (told.size, told.size, told.frames)
     assert receipt.guidance == told.guidance_scale
     assert json.loads((zoo.path(name) / "training.json").read_text("utf-8"))["evaluation"]["steps"] == told.steps

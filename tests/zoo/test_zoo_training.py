@@ -62,28 +62,6 @@ def test_pictures_are_laid_on_white_and_near_copies_left_out(archive: Path):
     assert len(pictures.wider) == 1  # neither the chosen ones nor the one with a skin tone
 
 
-def test_training_resumes_bit_equal(archive: Path, tmp_path: Path):
-    from training.data import build
-    from training.loop import Plan
-
-    from training import autoencoder as ae
-
-    pictures, plan = build(archive, 16, entries()), Plan(steps=4, batch=2, rate=1e-3, warmup=2)
-
-    def trained(file: Path, stops: tuple[int | None, ...]) -> dict[str, torch.Tensor]:
-        for stop in stops:
-            torch.manual_seed(0)
-            model = ae.make_autoencoder((8, 8), 4, 16)
-            outcome = ae.train(model, plan, pictures.chosen, pictures.wider, file, stop_at=stop)
-            assert outcome.finished == (stop is None)
-        state = torch.load(file, weights_only=True)
-        return state["modules"]["vae"] | {f"average.{i}": v for i, v in enumerate(state["average"]["shadow_params"])}
-
-    once, twice = trained(tmp_path / "a.pt", (None,)), trained(tmp_path / "b.pt", (1, 3, None))
-    assert once.keys() == twice.keys()
-    assert all(torch.equal(once[key], twice[key]) for key in once)
-
-
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch):
     """Recipes with few pictures and an autoencoder of one step."""

@@ -37,7 +37,6 @@ def read_saved(info: ModelInfo, kind: type[Any] | None = None, **options: Any) -
     """A saved pipeline as diffusers' ``from_pretrained`` reads it, with values for all of its weights.
 
     Args:
-        info: the pipeline's files; a hub's name, if they are not here.
         kind: class of the pipeline; default: the saved one.
         options: of ``from_pretrained``; components in the place of saved ones.
 
@@ -107,10 +106,8 @@ def _class_in(library: str, name: str, what: str, info: ModelInfo) -> type[Any]:
 
 @contextmanager
 def missing_weights_refused() -> Iterator[None]:
-    """Let ``from_pretrained`` of diffusers' and transformers' models refuse files that lack weights, in this thread.
-
-    Raises:
-        InputError: (from ``from_pretrained``) naming the component, its class and some of the weights.
+    """Let ``from_pretrained`` of diffusers' and transformers' models refuse files that lack weights, in this thread,
+    with an `InputError` that names the component, its class and some of the weights.
     """
     from diffusers.models.modeling_utils import ModelMixin
     from transformers.modeling_utils import PreTrainedModel
@@ -145,9 +142,7 @@ def _checked(before: Any, thread: int) -> Any:
 def refuse_missing(model: nn.Module, missing: Collection[str], folder: Path) -> None:
     """Refuse a loaded model of which a parameter, or learned statistics, are in no file and would be left at random.
 
-    Args:
-        missing: names of weights without a value in the files. Tied weights and computed tables may be among them.
-        folder: of the files, named after the component.
+    ``missing``: names of weights without a value in the files; tied weights and computed tables may be among them.
     """
     names = left_random(model, missing)
     if not names:

@@ -66,13 +66,9 @@ CONTROLNET_FILES = ("config.json", "*.safetensors")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of a job, or a ControlNet's folder; its bounds hold in the receipts of strangers.
+    """A file of a job, absolute, or a ControlNet's folder; its bounds hold in the receipts of strangers.
 
-    Attributes:
-        role: its use.
-        path: where it is, absolute.
-        digest: see `file_digest`.
-        scale: of an adapter or a ControlNet.
+    ``digest``: see `file_digest`; ``scale``: of an adapter or a ControlNet.
     """
 
     role: Role

@@ -30,17 +30,14 @@ def pipeline_has(kind: type[Any]) -> bool:
 
 
 def load_lora(pipe: Any, file: Path, name: str, component: str | None = None) -> str | None:
-    """Load an adapter of a safetensors file into a pipeline and make it active.
+    """Load an adapter of a safetensors file into a pipeline and make it active, each layer with the scale 1.
 
-    Names of any trainer and strengths are read here, since diffusers leaves out what it does not know of a file; each
-    layer then has the scale 1. No pattern in a file's settings is run.
+    Names of any trainer and strengths are read here, since diffusers leaves out what it does not know of a file.
+    Returns a note on the parts of the file that are left out; None: all are in the pipeline.
 
     Args:
         name: of the adapter in the pipeline.
         component: the transformer, of two, that gets it; None: the one that the file names, else the first.
-
-    Returns:
-        A note on the parts of the file that are left out; None: all are in the pipeline.
 
     Raises:
         InputError: the pipeline has no such transformer or layers, or the file cannot be read; the message is for use

@@ -25,15 +25,13 @@ SINGLE_FILES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth", ".gguf")
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A diffusers pipeline as its folder describes it.
+    """A diffusers pipeline as its folder describes it: ``model_index.json``, and the configurations of transformer and
+    VAE.
 
     Attributes:
         name: as the user gave it, a folder or a hub id; of an embedded model its name.
-        files: folder that holds ``model_index.json`` and the configurations of the parts.
         local: whether ``files`` holds the weights too; a hub model that was never loaded has none here yet.
-        index: ``model_index.json``.
-        transformer: ``transformer/config.json``.
-        vae: ``vae/config.json``; empty when the pipeline has none.
+        vae: empty when the pipeline has none.
     """
 
     name: str
@@ -162,11 +160,7 @@ class ModelInfo:
         return None
 
     def check_frames(self, frames: int) -> None:
-        """Refuse a number of frames that the autoencoder rounds to another one.
-
-        Raises:
-            InputError: naming the nearest possible numbers.
-        """
+        """Refuse a number of frames that the autoencoder rounds; `InputError` names the nearest possible."""
         step = self.frame_step or 1
         if (frames - 1) % step:
             less = frames - (frames - 1) % step
@@ -196,8 +190,7 @@ class ModelInfo:
     def size_like(self, width: int, height: int, most: int) -> tuple[int, int]:
         """A size that the model can make, of the shape of an input image: multiples of `size_multiple`.
 
-        Args:
-            most: pixels, about; a larger image is made smaller, and a smaller one keeps its size.
+        ``most``: pixels, about; a larger image is made smaller, and a smaller one keeps its size.
         """
         step, limit = self.size_multiple, self.largest_side
         factor = min(1.0, (most / (width * height)) ** 0.5)
@@ -209,11 +202,7 @@ class ModelInfo:
         return sides[0], sides[1]
 
     def check_size(self, width: int, height: int) -> None:
-        """Refuse a size that the model cannot make.
-
-        Raises:
-            InputError: naming the nearest possible sizes.
-        """
+        """Refuse a size that the model cannot make; `InputError` names the nearest possible sizes."""
         step = self.size_multiple
         text = f"size {width}x{height}"
         if self.labels and (width, height) != self.default_size:

@@ -29,13 +29,11 @@ class _WhileItWorks(ModelHook):
 
 
 def offload(pipe: Any, how: Offload, device: torch.device) -> None:
-    """Keep a pipeline's components but the transformers on the CPU while they do not work.
+    """Keep a pipeline's components but the transformers, which go to the device, on the CPU while they do not work.
 
-    Args:
-        pipe: the pipeline, on the CPU; afterwards its transformers are on the device.
-        how: ``"model"``: a component is on the device from its call to the next component's or transformer's;
-            ``"group"``: its layers are, each during its own call (diffusers' group offloading); ``"sequential"``: the
-            same with weights that are nowhere in between (accelerate); ``"none"``: everything is on the device.
+    ``"model"``: a component is on the device from its call to the next one's or a transformer's; ``"group"``: its
+    layers are, each during its own call (diffusers); ``"sequential"``: the same with weights that are nowhere in
+    between (accelerate).
     """
     if how == "none":
         pipe.to(device)

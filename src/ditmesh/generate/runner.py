@@ -169,12 +169,7 @@ class PipelineRunner:
         return runner
 
     def parallelize(self, job: PictureJob, mesh: Mesh | None, recipe: Recipe | None = None) -> None:
-        """Make the pipeline run on all ranks as the job says, offloaded if it says so.
-
-        Args:
-            mesh: for the job's configuration; None: that one is ``"auto"``.
-            recipe: as for `ditmesh.parallelize`.
-        """
+        """Make the pipeline run on all ranks as the job says, offloaded if it says so; no mesh for ``"auto"``."""
         from ..engine import configuration_for, engine_of, parallelize
         from ..recipe import RECIPE
         from .offload import offload
@@ -311,12 +306,7 @@ def load_pipeline(
     together: bool = False,
     **components: Any,
 ) -> Any:
-    """Load a diffusers pipeline onto its device, or where it is, without a progress bar.
-
-    Args:
-        model, name: what is loaded, and what the user has called it.
-        kind, mesh, together, components: as for `read_pipeline`.
-    """
+    """Load a pipeline onto its device, or where it is, without a progress bar; ``name``: the user's."""
     import torch
 
     from .loading import read_pipeline

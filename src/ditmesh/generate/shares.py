@@ -42,20 +42,14 @@ def load_transformer(
     torch_dtype: torch.dtype | None = None,
     variant: str | None = None,
 ) -> nn.Module:
-    """A saved transformer with this rank's share of the weights, for `parallelize` with the same configuration.
+    """A saved transformer with this rank's share of the weights on the mesh's device, to be parallelised alike.
 
     With ``tensor`` a weight is this rank's slice. With ``pipe``, where the class has a reviewed layout, the weights of
-    other stages' blocks are empty tensors until `restore` fetches them from there. With ``shard``, there as well, those
-    in pieces are empty, and this rank's pieces beside the model. Nothing else is read from the files.
+    other stages' blocks are empty tensors until `restore` fetches them. With ``shard``, there as well, those in pieces
+    are empty, and this rank's pieces beside the model. Nothing else is read from the files.
 
     Args:
-        kind: the transformer's class.
-        folder: where ``config.json`` and the safetensors files are.
-        config: degrees, and how stages are cut.
-        mesh: the ranks; the weights are put on its device.
-        torch_dtype: dtype of floating-point weights; default: float32. Modules that the class keeps in float32
-            stay so, as with diffusers' `from_pretrained`.
-        variant: as for `load`.
+        torch_dtype: of floating-point weights; default: float32. Modules that the class keeps in float32 stay so.
 
     Raises:
         ConfigError: fewer blocks than stages, ``stages`` that are not the model's blocks, or fewer heads than ranks.
