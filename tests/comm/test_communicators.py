@@ -196,14 +196,3 @@ def test_an_unknown_way_is_refused(monkeypatch):
     monkeypatch.setenv(backends.NCCL_INIT, "Eager")
     with pytest.raises(ditmesh.ConfigError, match="use eager, own or lazy"):
         backends.nccl_init()
-
-
-def test_the_default_group_is_bound_in_one_way_alone(monkeypatch):
-    gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
-    monkeypatch.delenv(backends.NCCL_INIT, raising=False)
-    assert backends.bound_device(gpu, 2) == gpu
-    assert backends.bound_device(gpu, 1) is None, "a communicator of one rank takes memory and sends nothing"
-    assert backends.bound_device(cpu, 2) is None
-    for way in ("own", "lazy"):
-        monkeypatch.setenv(backends.NCCL_INIT, way)
-        assert backends.bound_device(gpu, 2) is None

@@ -71,15 +71,6 @@ def test_an_exchange_of_heads_launches_as_many_kernels_on_any_number_of_ranks(si
     assert seen.kernels.total() <= 8, seen.kernels
 
 
-def test_heads_that_lie_apart_in_memory_are_packed_without_a_copy():
-    """As of models that put text and image together behind the split into heads."""
-    streams = Partition((even_cut(512, 4), even_cut(4096, 4)))
-    with fake_link(4) as link, Launches() as seen:
-        HeadExchange(link, even_cut(HEADS, 4)).gather_tokens([torch.ones(1, HEADS, 1152, WIDTH)] * 3, (streams,) * 3)
-    # With the input, which this test makes.
-    assert seen.kernels.total() <= 6, seen.kernels
-
-
 @pytest.mark.parametrize("size", [2, 8])
 def test_an_all_gather_sends_its_piece_once(size):
     with fake_link(size) as link:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh import Mesh, ParallelConfig
 from ditmesh.comm import backends, objects
 
 SOURCE = Path(ditmesh.__file__).parent
@@ -108,19 +107,3 @@ def test_a_job_that_has_nccl_alone_gets_one_group_for_objects(ranks):
         assert sent == [("from", 0), ("from", 1)]
         assert made == 1
         assert refused
-
-
-def objects_of_links() -> tuple[list[Any], Any, list[Any]]:
-    """Over links of a mesh, of which the second axis has a group of its own."""
-    mesh = Mesh(ParallelConfig(ring=2, shared_memory=False))
-    try:
-        every = mesh.ring.all_gather_object(("rank", mesh.rank))
-        first = mesh.world.broadcast_object({"from": mesh.rank}, 1)
-        alone = mesh.cfg.all_gather_object(mesh.rank)
-    finally:
-        mesh.close()
-    return every, first, alone
-
-
-def test_objects_over_links(ranks):
-    assert ranks(2).run(objects_of_links) == [([("rank", 0), ("rank", 1)], {"from": 1}, [rank]) for rank in range(2)]

@@ -153,6 +153,43 @@ def test_bytes_on_the_wire(ranks, model):
                 assert result["sent"] == expected_bytes(model, config, size, rank)
 
 
+def ring_events(config):
+    """What happens in one attention, in order: a transfer posted, a block computed, a transfer waited for."""
+    import torch
+    import torch.distributed as dist
+
+    from ditmesh.attention import ring
+    from ditmesh.comm import Link, Transfer
+
+    events = []
+    shift, wait, compute = Link.shift, Transfer.wait, ring.attend_with_lse
+
+    def noted(name, function):
+        def call(*args, **kwargs):
+            events.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    mesh = ditmesh.Mesh(ditmesh.ParallelConfig(**config))
+    q = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with (
+        mock.patch.object(Link, "shift", noted("post", shift)),
+        mock.patch.object(Transfer, "wait", noted("wait", wait)),
+        mock.patch.object(ring, "attend_with_lse", noted("compute", compute)),
+    ):
+        ring.ring_attention(mesh.ring, q, q, q, [8] * mesh.ring.size)
+    mesh.close()
+    return events
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_transfers_hide_behind_compute(ranks, world):
+    """Each transfer is posted before a block is computed and waited for after it."""
+    expected = ["post", "compute", "wait"] * (world - 1) + ["compute"]
+    assert ranks(world).run(ring_events, {"ring": world}) == [expected] * world
+
+
 @pytest.mark.parametrize("config", [{"ulysses": 2, "ring": 2}, {"ulysses": 3, "shared_memory": False}], ids=str)
 def test_chunks_of_heads_change_neither_bits_nor_bytes(ranks, config):
     config = {**config, "text": "shard"}

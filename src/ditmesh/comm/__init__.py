@@ -1,6 +1,5 @@
 """Communication: the few collectives ditmesh uses, uneven, counted, safe on every backend."""
 
-from .bundle import BundledTransfer, Bundles
 from .compression import Codec, codec
 from .hosts import Hosts, find_hosts
 from .link import Link
@@ -9,8 +8,6 @@ from .state import DesyncError, PeerError, RequestState, Traffic
 from .transports import Transfer
 
 __all__ = [
-    "BundledTransfer",
-    "Bundles",
     "Codec",
     "DesyncError",
     "Hosts",

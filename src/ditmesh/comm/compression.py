@@ -9,13 +9,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-# Gives memory of a shape, float32, where a tensor lies.
-Room = Callable[[tuple[int, ...], Tensor], Tensor]
-
-
-def _fresh(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    return torch.empty(shape, device=like.device)
-
 
 class Codec:
     """Cast of tokens' keys and values to a floating dtype for the wire; values beyond its range become its largest."""
@@ -66,10 +59,6 @@ class Codec:
         """A flat tensor that takes `encode` of a tensor (S, 2, B, H, D) of that shape."""
         return torch.empty(prod(shape), dtype=self.dtype, device=device)
 
-    def length(self, shape: tuple[int, ...]) -> int:
-        """Elements of `encode` of a tensor (S, 2, B, H, D) of that shape."""
-        return self.empty(shape, torch.device("meta")).numel()
-
     def encode(self, tokens: Tensor) -> Tensor:
         """(S, 2, B, H, D), K before V, to a flat contiguous tensor of its own memory."""
         limit, values = torch.finfo(self.dtype).max, by_head(tokens)
@@ -80,16 +69,16 @@ class Codec:
 
     def decode(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The tokens again, (S, 2, B, H, D), in any floating dtype."""
-        return self._decoded(flat, shape, _fresh)
+        return self._decoded(flat, shape).clone()
 
-    def _decoded(self, flat: Tensor, shape: tuple[int, ...], room: Room) -> Tensor:
-        """`decode` into memory that a function gives."""
+    def _decoded(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """`decode` that lasts until the next call of the codec."""
         tokens, *rest, dim = shape
         return by_token(flat.view(*rest, tokens, dim))
 
     def put(self, flat: Tensor, slots: Sequence[Tensor]) -> None:
         """Write a message's tokens into their places (S, 2, B, H, D), one after the other."""
-        tokens = self._decoded(flat, joined(slots), self._room)
+        tokens = self._decoded(flat, joined(slots))
         for slot, part in _by_slot(slots, tokens):
             slot.copy_(part)
 
@@ -120,13 +109,13 @@ class Int8(Codec):
         flat[whole.numel() :].copy_(scale.reshape(-1).view(torch.int8))
         return flat
 
-    def _decoded(self, flat: Tensor, shape: tuple[int, ...], room: Room) -> Tensor:
+    def _decoded(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
         count = prod(shape)
         tokens, two, batch, heads, dim = shape
         # A copy: the scales may begin at a byte that is no multiple of four.
         scale = flat[count:].clone().view(torch.float32).view(two, batch, heads, 1, 1)
         inside = (two, batch, heads, tokens, dim)
-        return by_token(room(inside, flat).copy_(flat[:count].view(inside)).mul_(scale))
+        return by_token(self._room(inside, flat).copy_(flat[:count].view(inside)).mul_(scale))
 
 
 class Int4(Codec):
@@ -172,7 +161,7 @@ class Int4(Codec):
         scales.copy_(half.view(-1).view(torch.int8))
         return flat, whole, scale
 
-    def _uncoded(self, flat: Tensor, shape: tuple[int, ...], room: Room) -> tuple[Tensor, Tensor]:
+    def _uncoded(self, flat: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """A message's integers and scales, as float32, (S, 2, B, H, D) and (S, 2, B, H, 1)."""
         tokens, *rest, dim = shape
         vectors, half = prod(shape[:-1]), (dim + 1) // 2
@@ -180,18 +169,18 @@ class Int4(Codec):
         # A copy: the scales may begin at an odd byte.
         scale = flat[vectors * half :].clone().view(torch.float16).view(*rest, tokens, 1).float()
         second = (packed + 8).bitwise_right_shift_(4)
-        whole = room((*rest, tokens, dim), flat)
+        whole = self._room((*rest, tokens, dim), flat)
         whole[..., half:].copy_(second[..., : dim - half])
         whole[..., :half].copy_(torch.sub(packed, second, alpha=16))
         return by_token(whole), by_token(scale)
 
-    def _decoded(self, flat: Tensor, shape: tuple[int, ...], room: Room) -> Tensor:
-        whole, scale = self._uncoded(flat, shape, room)
+    def _decoded(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+        whole, scale = self._uncoded(flat, shape)
         return whole.mul_(scale)
 
     def put(self, flat: Tensor, slots: Sequence[Tensor]) -> None:
         """Add a message's differences to the tokens (S, 2, B, H, D) of their places, one after the other."""
-        whole, scale = self._uncoded(flat, joined(slots), self._room)
+        whole, scale = self._uncoded(flat, joined(slots))
         for slot, part, of in _by_slot(slots, whole, scale):
             # Exact products: a fused sum has the same bits.
             slot.addcmul_(part, of)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from ..config import AXES, REPLICAS, ParallelConfig
 from ..errors import ConfigError
 from .backends import backend_of, carries_none, device_of_rank, group_options
-from .gloo import new_group
 from .hosts import Hosts, find_hosts
 from .link import Link
 from .objects import gather_objects
@@ -153,7 +152,7 @@ class RankGrid:
         """
         if not (dist.is_available() and dist.is_initialized()):
             return None
-        group = new_group(backend="gloo", timeout=timeout or self._deadline)
+        group = dist.new_group(backend="gloo", timeout=timeout or self._deadline)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -166,7 +165,7 @@ class RankGrid:
         if backend_of(None, self.device) == "nccl":
             timeout = max(timeout, timedelta(seconds=LEAST_ON_NCCL))
         for ranks in sets:
-            group = new_group(ranks, timeout=timeout, **options)
+            group = dist.new_group(ranks, timeout=timeout, **options)
             if self.rank in ranks:
                 mine = group
         assert isinstance(mine, dist.ProcessGroup)

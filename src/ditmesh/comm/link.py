@@ -74,7 +74,7 @@ class Link(Transports):
         sent = sum(bytes_to[peer] for peer in self._others)
         self.traffic.add(self.name, sent, sum(bytes_to[peer] for peer in self._far))
         receive = packed.new_empty(sum(incoming))
-        transfer = self._posted("all_to_all", sent, packed, receive, dist.all_to_all_single, [*incoming], [*outgoing])
+        transfer = self._posted(packed, receive, dist.all_to_all_single, [*incoming], [*outgoing])
         return lambda: transfer.wait()[0]
 
     def all_to_all(self, outgoing: TensorsByRank, shapes: ShapesByRank) -> list[list[Tensor]]:
@@ -115,9 +115,7 @@ class Link(Transports):
         shared, me, others, mine = self._channel, self.rank, self._others, list(outgoing[self.rank])
         assert shared is not None
         dtype = mine[0].dtype
-        sent = sum(t.nbytes for peer in others for t in outgoing[peer])
-        self.traffic.add(self.name, sent)
-        watched = self._watch(kind, sent)
+        self.traffic.add(self.name, sum(t.nbytes for peer in others for t in outgoing[peer]))
         if kind == "all_gather":
             # One message for all.
             shared.send(kind, mine, others)
@@ -129,8 +127,7 @@ class Link(Transports):
         }
 
         def wait() -> list[list[Tensor]]:
-            with watched:
-                return [mine if peer == me else receive[peer](None) for peer in range(self.size)]
+            return [mine if peer == me else receive[peer](None) for peer in range(self.size)]
 
         return wait
 
@@ -158,7 +155,7 @@ class Link(Transports):
         elif way == "graph":
             dist.all_to_all_single(receive, send, out_splits, in_splits, group=self.group)
         else:
-            transfer = self._posted(kind, send.nbytes, send, receive, dist.all_to_all_single, out_splits, in_splits)
+            transfer = self._posted(send, receive, dist.all_to_all_single, out_splits, in_splits)
 
         def wait() -> list[list[Tensor]]:
             if transfer is not None:
@@ -236,8 +233,7 @@ class Link(Transports):
         hosts = len(self._far if self._relay is None else self._relay.to)
         self.traffic.add(self.name, len(self._others) * own, hosts * own)
         receive = packed.new_empty(self.size * longest)
-        sent = len(self._others) * packed.nbytes
-        return self._posted("all_gather", sent, packed, receive, getattr(dist, _ALL_GATHER)).wait()[0]
+        return self._posted(packed, receive, getattr(dist, _ALL_GATHER)).wait()[0]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors, the same bits on every rank.
@@ -254,8 +250,7 @@ class Link(Transports):
         tensor = tensor.contiguous()
         sent = 2 * (self.size - 1) * tensor.nbytes // self.size
         if self._way != "memory":
-            with self._watch("all_reduce", sent):
-                self._together(dist.all_reduce, tensor)
+            self._together(dist.all_reduce, tensor)
         else:
             self._sum(tensor.view(-1))
         self._count_to((self.rank + 1) % self.size, sent)
@@ -339,8 +334,7 @@ class Link(Transports):
             self._broadcast_by_hosts(self._relay, tensor, source)
             return tensor
         if self._way != "memory":
-            with self._watch("broadcast", (self.size - 1) * tensor.nbytes if self.rank == source else 0):
-                self._together(dist.broadcast, tensor, self.ranks[source])
+            self._together(dist.broadcast, tensor, self.ranks[source])
         elif self.rank == source:
             self._start("broadcast", [([tensor], self._others)], [])
         else:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from ..errors import InputError
 from .backends import backend_of
-from .gloo import new_group
 
 if TYPE_CHECKING:
     from .link import Link
@@ -83,7 +82,7 @@ def _on_host(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if world not in _beside:
         # gloo's own deadline is half an hour.
         options = getattr(world._get_backend(torch.device("cuda")), "options", None)
-        made = new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
+        made = dist.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
         assert isinstance(made, dist.ProcessGroup)
         _beside[world] = made
     return _beside[world]

@@ -12,10 +12,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -113,14 +113,6 @@ class RequestState:
             self.check()
 
 
-class MessageWatcher(Protocol):
-    """Sees messages from their posting to the end of waiting for them."""
-
-    def post(self, axis: str, kind: str, sent: int) -> AbstractContextManager[object]:
-        """A message or collective of ``sent`` bytes is posted now; the returned context is entered to wait for it."""
-        ...
-
-
 class Traffic:
     """Bytes this rank has sent to other ranks and messages posted, by axis name.
 
@@ -132,11 +124,9 @@ class Traffic:
         bytes_across: those of them that go to ranks on other hosts.
         observer: called as ``observer(axis, kind)`` before every operation of a link, where ``kind`` is the link's
             method; the operation raises its exceptions. For tests and measurements; None: no observer.
-        watcher: sees when tensors are posted and waited for; None: no observer.
     """
 
     def __init__(self) -> None:
-        self.watcher: MessageWatcher | None = None
         self.observer: Callable[[str, str], None] | None = None
         self.bytes_sent: Counter[str] = Counter()
         self.bytes_across: Counter[str] = Counter()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,25 +21,10 @@ from .state import DesyncError, Header, PeerError, RequestState, Spec, Traffic, 
 Outgoing = Sequence[tuple[Sequence[Tensor], Sequence[int]]]
 # Tensors of the shapes and dtypes of what comes, which may take it, and the rank it comes from.
 Incoming = Sequence[tuple[Sequence[Tensor], int]]
-Watched = AbstractContextManager[object]
 Way = Literal["graph", "memory", "tags", "packed"]
 
 # Backends that tell messages of one group apart by their tags.
 TAGGED = ("gloo",)
-# Messages are not observed.
-_UNSEEN: Watched = nullcontext()
-
-
-class Cancellable(Protocol):
-    """Something that holds a transfer, or is going to."""
-
-    def cancel(self) -> None:
-        """Drop it, and raise `request_over` in every later wait for it."""
-
-
-def request_over(link: str) -> PeerError:
-    """The error of who waits for a transfer over a link after the end of its request."""
-    return PeerError(f"the request of this transfer over the {link} link is over; call the model again")
 
 
 class Transfer:
@@ -48,8 +32,7 @@ class Transfer:
 
     Holds the buffers of received and sent tensors, and the process group's handles, until `wait`: gloo hangs when a
     send's handle is dropped, and a buffer must outlive its transfer. ``messages`` are functions that wait for more
-    tensors, which come after ``received``; ``link`` is the link's name, for error messages; ``state`` counts waiting;
-    ``watched`` is entered while `wait` waits.
+    tensors, which come after ``received``; ``link`` is the link's name, for error messages; ``state`` counts waiting.
     """
 
     def __init__(
@@ -60,9 +43,8 @@ class Transfer:
         messages: Sequence[Callable[[timedelta | None], list[Tensor]]] = (),
         link: str = "",
         state: RequestState | None = None,
-        watched: Watched = _UNSEEN,
     ) -> None:
-        self._state, self._watched = state or RequestState(), watched
+        self._state = state or RequestState()
         self._received, self._sent = list(received), list(sent)
         self._works, self._messages = list(works), list(messages)
         self._link = link
@@ -84,18 +66,17 @@ class Transfer:
             PeerError: a rank has failed or has not done its part, or the transfer's request is over.
         """
         if self._cancelled:
-            raise request_over(self._link)
+            raise PeerError(f"the request of this transfer over the {self._link} link is over; call the model again")
         limit = () if timeout is None else (timeout,)
-        with self._watched:
-            while self._works:
-                try:
-                    with self._state.waiting():
-                        self._works.pop(0).wait(*limit)
-                except RuntimeError as error:
-                    raise_for_peer(self._link, error, self._state)
-            self._sent.clear()
-            while self._messages:
-                self._received += self._messages.pop(0)(timeout)
+        while self._works:
+            try:
+                with self._state.waiting():
+                    self._works.pop(0).wait(*limit)
+            except RuntimeError as error:
+                raise_for_peer(self._link, error, self._state)
+        self._sent.clear()
+        while self._messages:
+            self._received += self._messages.pop(0)(timeout)
         return self._received
 
 
@@ -115,8 +96,8 @@ class Transports:
         self._backend = ""
         self._channel: SharedChannel | None = None
         self._state = RequestState() if state is None else state
-        # Transfers over the process group that may be under way, and those that others hold.
-        self._transfers: weakref.WeakSet[Cancellable] = weakref.WeakSet()
+        # Transfers over the process group that may be under way.
+        self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._others = [peer for peer in range(self.size) if peer != rank]
         # Peers on other hosts.
         self._far: frozenset[int] = frozenset()
@@ -135,10 +116,6 @@ class Transports:
         """The transport of tensors: ``"shared memory"``, or the group's backend, such as ``"gloo"``."""
         self._state.check()
         return self._backend if self._channel is None or self._far else "shared memory"
-
-    def hold(self, transfer: Cancellable) -> None:
-        """Cancel a transfer in `drop`, too; it is not kept alive."""
-        self._transfers.add(transfer)
 
     def drop(self) -> None:
         """Drop every transfer, the process group and the shared memory; no tensor can be sent until `connect`."""
@@ -214,11 +191,6 @@ class Transports:
         """True if all that a rank sends in a collective is one buffer, as on NCCL; else messages go one by one."""
         return self._group is not None and self._way == "packed"
 
-    @property
-    def bundles(self) -> bool:
-        """True if one message is cheaper than several, as over a process group; see `Bundles`."""
-        return self._way in ("tags", "packed") and self._group is not None
-
     def _count_to(self, peer: int, sent: int) -> None:
         self.traffic.add(self.name, sent, sent if peer in self._far else 0)
 
@@ -229,12 +201,6 @@ class Transports:
         self._state.enter()
         if self.traffic.observer is not None:
             self.traffic.observer(self.name, kind)
-
-    def _watch(self, kind: str, sent: int) -> Watched:
-        """Report a posted message; enter the result while waiting for it. Not part of a compiled graph."""
-        if torch.compiler.is_compiling() or self.traffic.watcher is None:
-            return _UNSEEN
-        return self.traffic.watcher.post(self.name, kind, sent)
 
     def _together(self, collective: Callable[..., Any], *tensors: Any) -> Any:
         """Run a collective of the process group."""
@@ -252,22 +218,18 @@ class Transports:
         ``outgoing`` are tensors and the ranks of the group that all of them go to; ``incoming`` are tensors of the
         shapes and dtypes of what comes, which may take it, and the rank it comes from.
         """
-        watched = self._watch(kind, sum(t.nbytes for tensors, to in outgoing for t in tensors for _ in to))
-        if self._way == "memory":
-            return self._through_memory(kind, outgoing, incoming, watched)
-        return self._over_group(kind, outgoing, incoming, watched)
+        start = self._through_memory if self._way == "memory" else self._over_group
+        return start(kind, outgoing, incoming)
 
-    def _through_memory(
-        self, kind: str, outgoing: Outgoing, incoming: Incoming, watched: Watched = _UNSEEN
-    ) -> Transfer:
+    def _through_memory(self, kind: str, outgoing: Outgoing, incoming: Incoming) -> Transfer:
         shared = self._channel
         assert shared is not None
         for tensors, to in outgoing:
             shared.send(kind, tensors, to)
         messages = [shared.expect(kind, specs_of(like), peer) for like, peer in incoming]
-        return Transfer(messages=messages, link=self.name, watched=watched)
+        return Transfer(messages=messages, link=self.name)
 
-    def _over_group(self, kind: str, outgoing: Outgoing, incoming: Incoming, watched: Watched = _UNSEEN) -> Transfer:
+    def _over_group(self, kind: str, outgoing: Outgoing, incoming: Incoming) -> Transfer:
         sent = [([tensor.contiguous() for tensor in tensors], to) for tensors, to in outgoing]
         operations = self._operations(kind, sent, incoming)
         try:
@@ -280,7 +242,7 @@ class Transports:
         except RuntimeError as error:
             raise_for_peer(self.name, error, self._state)
         received = [t for tensors, _ in incoming for t in tensors]
-        return self._under_way(received, [t for tensors, _ in sent for t in tensors], works, watched)
+        return self._under_way(received, [t for tensors, _ in sent for t in tensors], works)
 
     def _operations(self, kind: str, outgoing: Outgoing, incoming: Incoming) -> list[dist.P2POp]:
         """Messages over the process group, which are begun in this order."""
@@ -294,24 +256,21 @@ class Transports:
             operations.append(dist.P2POp(move, t, self.ranks[peer], group, tag))
         return operations
 
-    def _posted(
-        self, kind: str, sent: int, given: Tensor, receive: Tensor, collective: Callable[..., Any], *more: Any
-    ) -> Transfer:
+    def _posted(self, given: Tensor, receive: Tensor, collective: Callable[..., Any], *more: Any) -> Transfer:
         """Start a collective of the process group that takes one buffer, and fills another."""
         assert given.dtype in CARRIED, f"NCCL does not carry {given.dtype}"
-        watched = self._watch(kind, sent)
         try:
             work = collective(receive, given, *more, group=self.group, async_op=True)
         except RuntimeError as error:
             raise_for_peer(self.name, error, self._state)
-        return self._under_way([receive], [given], [work], watched)
+        return self._under_way([receive], [given], [work])
 
     def _under_way(
-        self, received: Sequence[Tensor], sent: Sequence[Tensor], works: Sequence[dist.Work | None], watched: Watched
+        self, received: Sequence[Tensor], sent: Sequence[Tensor], works: Sequence[dist.Work | None]
     ) -> Transfer:
         """A transfer over the process group, which `drop` cancels."""
         begun = [work for work in works if work is not None]
-        transfer = Transfer(received, sent, begun, link=self.name, state=self._state, watched=watched)
+        transfer = Transfer(received, sent, begun, link=self.name, state=self._state)
         self._transfers.add(transfer)
         return transfer
 
@@ -324,18 +283,17 @@ class Transports:
         if sent:
             self.traffic.add(self.name, sent, len(far) * tensor.nbytes)
         inside = self._through_memory if self._channel else self._over_group
-        with self._watch(kind, sent):
-            if self.rank == taker != source:
-                self._over_group(kind, [], [([tensor], source)]).wait()
-            posted = [self._over_group(kind, [([tensor], far)], [])]
-            if self.rank == taker:
-                posted.append(inside(kind, [([tensor], near)], []))
-            else:
-                # Copied: all receivers read the same memory.
-                got = _passed_on(inside(kind, [], [([tensor], taker)]).wait, [self.ranks[source]], None)
-                tensor.copy_(got[0])
-            for transfer in posted:
-                transfer.wait()
+        if self.rank == taker != source:
+            self._over_group(kind, [], [([tensor], source)]).wait()
+        posted = [self._over_group(kind, [([tensor], far)], [])]
+        if self.rank == taker:
+            posted.append(inside(kind, [([tensor], near)], []))
+        else:
+            # Copied: all receivers read the same memory.
+            got = _passed_on(inside(kind, [], [([tensor], taker)]).wait, [self.ranks[source]], None)
+            tensor.copy_(got[0])
+        for transfer in posted:
+            transfer.wait()
 
     def _gather_by_hosts(
         self, relay: Relay, kind: str, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]
@@ -348,7 +306,6 @@ class Transports:
         own, relayed = sum(t.nbytes for t in outgoing), sum(t.nbytes for t in passed[me])
         sent = own * (len(relay.to) + len(near)) + relayed * len(near)
         self.traffic.add(self.name, sent, own * len(relay.to))
-        watched = self._watch(kind, sent)
         if shared is None:
             first = self._over_group(
                 kind, [(outgoing, (*relay.to, *near))], [(incoming[peer], peer) for peer in (*taken[me], *near)]
@@ -360,7 +317,7 @@ class Transports:
                 self._over_group(kind, *onward).wait(timeout)
                 return [tensor for peer in self._others for tensor in incoming[peer]]
 
-            return Transfer(messages=[arrive], link=self.name, watched=watched)
+            return Transfer(messages=[arrive], link=self.name)
         across = self._over_group(kind, [(outgoing, relay.to)], [(incoming[peer], peer) for peer in taken[me]])
         shared.send(kind, outgoing, near)
         theirs = {peer: shared.expect(kind, specs_of(incoming[peer]), peer) for peer in near}
@@ -378,7 +335,7 @@ class Transports:
                 parts |= {peer: [next(got) for _ in incoming[peer]] for peer in taken[taker]}
             return [tensor for peer in self._others for tensor in parts[peer]]
 
-        return Transfer(messages=[arrive_through_memory], link=self.name, watched=watched)
+        return Transfer(messages=[arrive_through_memory], link=self.name)
 
 
 def _passed_on(

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm import PeerError
-from ...comm.gloo import new_group
 from ...errors import LayoutError, shortened
 from ..types import RankState
 from .protocol import Command, FailureCode, Message, Stop
@@ -39,7 +38,7 @@ class HostAllGather:
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         deadline = _deadline() if self.size > 1 else None
         self.deadline = None if deadline is None else deadline.total_seconds()
-        self._group: Any = new_group(backend="gloo", timeout=deadline) if self.size > 1 else None
+        self._group: Any = dist.new_group(backend="gloo", timeout=deadline) if self.size > 1 else None
         # After a timeout, destroying the group would wait for the missing rank.
         self._lost = False
 

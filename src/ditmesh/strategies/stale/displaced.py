@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from ...attention import masks
 from ...attention.mixer import AttentionCall
-from ...comm import BundledTransfer, Bundles, Codec, Link, Transfer, codec
+from ...comm import Codec, Link, Transfer, codec
 from ...comm.compression import Int4, joined, one_after_other
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
@@ -108,7 +107,7 @@ class DisplacedParallel(StaleSequence):
     def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh, control, blocks)
         self._codec, self._predicts = codec(config.compress), config.predicts_keys
-        self._buffers = RequestValue(partial(_Buffers, mesh.ring))
+        self._ring, self._buffers = mesh.ring, RequestValue(_Buffers)
 
     @property
     def buffers(self) -> _Buffers:
@@ -125,11 +124,6 @@ class DisplacedParallel(StaleSequence):
         if self._codec is not None:
             self._codec.forget()
 
-    def end_call(self) -> None:
-        super().end_call()
-        # Behind the gathering of tokens, for which ranks wait: a message before it would share the link with it.
-        self.buffers.bundles.end_round()
-
     def moved_on(self, step: int) -> float | None:
         if not self._predicts:
             return None
@@ -143,7 +137,7 @@ class DisplacedParallel(StaleSequence):
         if buffer is not None:
             buffer.arrive()
         if buffer is None or not buffer.fits(k_bhsd, keys, rows):
-            buffer = buffers[key] = _Buffer(k_bhsd, keys, rows, buffers.bundles, self._codec)
+            buffer = buffers[key] = _Buffer(k_bhsd, keys, rows, self._ring, self._codec)
         known = buffer.step is not None and buffer.step >= step - 1
         if self._predicts and known:
             buffer.move_on(step, not self.control.decision.synchronous and self.control.goes_on(step))
@@ -194,7 +188,7 @@ class _Buffer:
     SHARE, FIRST = 0.5, 1
 
     def __init__(
-        self, k_bhsd: Tensor, keys: Partition, rows: tuple[int, int] | None, bundles: Bundles, packer: Codec | None
+        self, k_bhsd: Tensor, keys: Partition, rows: tuple[int, int] | None, ring: Link, packer: Codec | None
     ) -> None:
         batch, heads, _, dim = k_bhsd.shape
         # A head's tokens lie together: attention reads them faster than if tokens came with all their heads.
@@ -204,9 +198,8 @@ class _Buffer:
         self.step: int | None = None
         self.mask: Tensor | None = None
         self._keys, self._rows = keys, rows
-        self._bundles = bundles
-        self._ring = ring = bundles.link
-        self._arriving: Transfer | BundledTransfer | None = None
+        self._ring = ring
+        self._arriving: Transfer | None = None
         self._codec = packer
         # The codec of what is on its way.
         self._packer: Codec | None = None
@@ -215,11 +208,10 @@ class _Buffer:
         # Where prediction is asked for: the keys of the step before the latest that are compared with, and that step.
         self._before: list[Tensor] = []
         self._before_step: int | None = None
-        # For every rank's messages that are not packed the memory that they come into: the same in every step, as fresh
-        # memory has to be fetched page by page.
-        self._incoming: list[list[Tensor]] | None = None
-        # Elements of every rank's packed message.
-        self._sizes: list[int] = []
+        # For every rank's messages the memory that they come into, and the codec of which they are: the same in every
+        # step, as fresh memory has to be fetched page by page.
+        self._incoming: list[list[Tensor]] = []
+        self._incoming_of: Codec | None = None
         # Of every rank, its tokens' places; streams that all ranks hold whole are not sent.
         places = [[self.whole.narrow(0, *place) for place in keys.places(rank)] for rank in range(ring.size)]
         self._own = places[ring.rank]
@@ -283,19 +275,21 @@ class _Buffer:
         own = self._slots[self._ring.rank]
         if packer is not None:
             # One message per peer: the streams one after the other.
-            self._incoming = None
-            self._sizes = self._sizes or [packer.length(joined(slots)) for slots in self._slots]
             with torch.no_grad():
-                message = self._packed(packer, own)
-            self._arriving = self._bundles.post(message, self._sizes)
-            return
-        if isinstance(self._codec, Int4):
+                own = [self._packed(packer, own)]
+        elif isinstance(self._codec, Int4):
             with torch.no_grad():
                 self._shown = one_after_other(own)
-        if self._incoming is None:
+        if not self._incoming or self._incoming_of is not packer:
             others = [[] if rank == self._ring.rank else slots for rank, slots in enumerate(self._slots)]
-            self._incoming = [[slot.new_empty(slot.shape) for slot in slots] for slots in others]
+            self._incoming_of, self._incoming = packer, [self._receiving(packer, slots) for slots in others]
         self._arriving = self._ring.all_gather_async(own, self._incoming)
+
+    def _receiving(self, packer: Codec | None, slots: list[Tensor]) -> list[Tensor]:
+        """Memory for a rank's messages."""
+        if packer is None:
+            return [slot.new_empty(slot.shape) for slot in slots]
+        return [packer.empty(joined(slots), slots[0].device)] if slots else []
 
     def _packed(self, packer: Codec, own: list[Tensor]) -> Tensor:
         """The message of this rank's tokens."""
@@ -329,26 +323,15 @@ class _Buffer:
     def finish(self) -> None:
         """End the transfer of messages that will not be read."""
         arriving, self._arriving = self._arriving, None
-        if isinstance(arriving, BundledTransfer):
-            arriving.finish()
-        elif arriving is not None:
+        if arriving is not None:
             arriving.wait()
 
 
 class _Buffers(dict[Key, _Buffer]):
-    """The buffers of one request.
-
-    Attributes:
-        bundles: of the messages of stale steps: each is needed at the same layer of the next step.
-    """
-
-    def __init__(self, ring: Link) -> None:
-        super().__init__()
-        self.bundles = Bundles(ring)
+    """The buffers of one request."""
 
     def finish(self) -> None:
-        """End the transfer of all messages; those that were not sent are dropped."""
-        self.bundles.drop()
+        """End the transfer of all messages."""
         for buffer in self.values():
             buffer.finish()
 
