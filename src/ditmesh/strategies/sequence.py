@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..attention import masks
 from ..attention.kernels import local_attention
-from ..attention.mixer import AttentionCall, Mixer
+from ..attention.mixer import AttentionCall, Compute, Mixer
 from ..comm.autograd import all_gather
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
@@ -378,14 +378,16 @@ class SequenceParallel:
 
     def attend_distributed(self, attention: AttentionCall) -> Tensor:
         """One attention over tokens that lie on all sequence ranks; of this rank's queries, (B, H, s_q, D)."""
-        a, groups = attention, self.mixer.groups()
+        return self._mixed(attention, self.mixer.groups())
+
+    def _mixed(self, a: AttentionCall, groups: list[range], compute: Compute | None = None) -> Tensor:
+        """The same with what computes once keys have come; ``groups``: see `Mixer.attend_distributed`."""
         mask = a.mask
         if mask is not None:
-            here = groups[self.mesh.ring.rank]
-            mask = masks.everywhere(mask, a.queries, a.keys, self.link, here, self.steady)
-        (out,) = self.mixer.attend_distributed(
-            [a.q_bhsd], a.k_bhsd, a.v_bhsd, [mask], a.queries, a.keys, groups, self.balance.speeds, a.scale
-        )
+            mask = masks.everywhere(mask, a.queries, a.keys, self.link, groups[self.mesh.ring.rank], self.steady)
+        tensors = [a.q_bhsd], a.k_bhsd, a.v_bhsd, [mask]
+        speeds = self.balance.speeds
+        (out,) = self.mixer.attend_distributed(*tensors, a.queries, a.keys, groups, speeds, a.scale, compute)
         return out
 
     def _check_lengths(

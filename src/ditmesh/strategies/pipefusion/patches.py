@@ -299,16 +299,14 @@ class PatchParallel(SequenceParallel):
 
     def attend_distributed(self, attention: AttentionCall) -> Tensor:
         """The patch's queries over all keys: its own, and those that the other patches have left."""
-        queries, keys, mask = attention.queries, attention.keys, attention.mask
+        keys, mask = attention.keys, attention.mask
         link, buffers, path = self.patch_link, self._kept, self._site.path
         call = path, self._call.attention_calls - 1
         kept = buffers.keys.setdefault(call, KVBuffer())
-        groups = self.mixer.groups(link.group.start)
         if mask is not None:
             link.begin_attention(kept, keys)
             if link.size == 1:
                 _keep_mask(kept, mask, keys)
-            mask = masks.everywhere(mask, queries, keys, self.link, groups[self.mesh.ring.rank], self.steady)
 
         def compute(q: list[Tensor], k: Tensor, v: Tensor, given: list[Tensor | None]) -> list[Tensor]:
             # Of another number of patches before: nothing to compare with.
@@ -316,19 +314,7 @@ class PatchParallel(SequenceParallel):
             self._monitor.observe(self._blocks[path], sample, buffers.step, (k, v), dim=2)
             return [self.kernel(q[0], *_keep(kept, k, v, keys, link), given[0], attention.scale)]
 
-        (out,) = self.mixer.attend_distributed(
-            [attention.q_bhsd],
-            attention.k_bhsd,
-            attention.v_bhsd,
-            [mask],
-            queries,
-            keys,
-            groups,
-            self.balance.speeds,
-            attention.scale,
-            compute,
-        )
-        return out
+        return self._mixed(attention, self.mixer.groups(link.group.start), compute)
 
 
 def _keep(kept: KVBuffer, k: Tensor, v: Tensor, keys: Partition, link: PatchLink) -> tuple[Tensor, Tensor]:
