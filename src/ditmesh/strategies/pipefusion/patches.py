@@ -218,6 +218,8 @@ class PatchParallel(SequenceParallel):
         link = self.patch_link
         link.patches, link.patch = (run.patches, run.patch) if run is not None else (1, 0)
         link.alone = run is None or run.buffers is None
+        # Attention is that of one device then; in a dry run without the mask, as numbers do not matter.
+        self.keeps_keys, self._timing = not link.alone, link.alone and run is not None
 
     @property
     def _kept(self) -> Buffers:
@@ -282,20 +284,6 @@ class PatchParallel(SequenceParallel):
         return whole.clone()
 
     # --- attention -----------------------------------------------------------------------------------------
-
-    def attend(
-        self,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        backend: str | None = None,
-    ) -> Tensor:
-        if self.patch_link.alone:
-            self.kernel.asked_for(backend)
-            return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask if self.run is None else None, scale)
-        return super().attend(q_bhsd, k_bhsd, v_bhsd, mask, scale, backend)
 
     def attend_distributed(self, attention: AttentionCall) -> Tensor:
         """The patch's queries over all keys: its own, and those that the other patches have left."""
