@@ -94,21 +94,6 @@ def test_batched_guidance_is_one_call_of_half_the_rows(ranks):
         assert error < TOLERANCE
 
 
-def new_prompt(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    if step == 2:
-        text, _ = embeddings([9])
-        kwargs["prompt_embeds"] = text
-    return kwargs
-
-
-def test_a_prompt_that_changes_on_the_way_is_noticed(ranks):
-    """The prediction from the step before is wrong once; the answer is right all the same."""
-    more = {"callback_on_step_end": new_prompt, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
-    for count, error in ranks(2).run(forwards, "flux", {"cfg": 2}, [1], 6, **more):
-        assert error < TOLERANCE
-        assert 7 <= count <= 9
-
-
 def three_branches(config: dict[str, Any], steps: int) -> tuple[int, float]:
     """Guidance in three calls a step, differing in text and mask, on the bare transformer."""
     model = tiny("PixArt")

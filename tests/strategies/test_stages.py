@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ditmesh
 from ditmesh.strategies.pipefusion.pipeline import PipeFusion
-from ditmesh.strategies.pipefusion.stages import balanced, kinds_of
+from ditmesh.strategies.pipefusion.stages import balanced
 from support.models import tiny
 from support.pipelines import MAKERS, arguments, draw
 from support.tensor import bits, same_bits
@@ -109,13 +109,6 @@ def test_balanced_stages():
     assert balanced([1] * 12, 2, (2, 1)) == (8, 4)
     assert balanced([1] * 12, 3, (1, 1, 4)) == (2, 2, 8)
     assert balanced([2, 2, 1, 1, 1, 1], 2, (3, 1)) == (4, 2)
-
-
-def test_kinds():
-    """Blocks that differ in their weights cost differently: SD3.5's first has a second attention, its last no text."""
-    models = {name: tiny(name) for name in ("DiT", "Flux", "SD3", "HunyuanDiT")}
-    found = {name: kinds_of(model, ditmesh.layout.layout_of(model)) for name, model in models.items()}
-    assert found == {"DiT": [0, 0, 0], "Flux": [0, 0, 1, 1], "SD3": [0, 1, 2], "HunyuanDiT": [0, 0, 0, 1]}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from test_parity import MODELS, SIZES, TOLERANCE, name_of
 
 import ditmesh
 from ditmesh.config import ParallelConfig
-from ditmesh.core.partition import Partition
 from ditmesh.strategies.heads import check_heads
 from ditmesh.strategies.tensor.slices import plan_slices
 from support import ruled
@@ -161,19 +160,6 @@ def test_share_of_true_size_models(name, share):
         total += parameter.numel()
         held += parameter.numel() if dim is None else parameter.numel() * cut.lengths[0] // parameter.shape[dim]
     assert 0.5 <= held / total <= share
-
-
-def test_cuts_and_their_inverse():
-    cut = Partition(((3, 3, 2), (6, 6, 4), (1, 1, 1)))
-    assert cut.total == 27
-    assert cut.lengths == (10, 10, 7)
-    assert cut.runs(1) == [(3, 6), (14, 20), (25, 26)]
-    whole = torch.randn(4, 27)
-    slices = [cut.take(whole, 1, rank) for rank in range(3)]
-    assert [part.shape[1] for part in slices] == [10, 10, 7]
-    assert torch.equal(cut.join(slices, 1), whole)
-    assert torch.equal(slices[1], torch.cat([whole[:, 3:6], whole[:, 14:20], whole[:, 25:26]], 1))
-    assert Partition(((2, 2), (2, 2))).runs(0) == [(0, 2), (4, 6)]
 
 
 def test_grouped_queries_stay_with_their_keys():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh.strategies.balance import Balance, median_seconds
+from ditmesh.strategies.balance import Balance
 from support.clocks import SimulatedClock, measured_by
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.parity import parity
@@ -119,12 +119,3 @@ def test_slices_of_the_same_weights_have_the_same_tokens(ranks):
     found = ranks(4).run(unlike_slices, {"ring": 2, "tensor": 2, "speeds": "auto"})
     assert {one["speeds"] for one in found} == {(0.67, 0.33)}
     assert all(one["error"] <= TOLERANCE for one in found)
-
-
-def test_a_measurement_is_the_median_without_the_first_run():
-    """The first run makes what later ones find, and one run may be stopped by other work."""
-    clock = SimulatedClock()
-    durations = iter([9.0, 0.3, 5.0, 0.2])
-    with measured_by(clock):
-        assert median_seconds(lambda: clock.sleep(next(durations)), "cpu") == pytest.approx(0.3)
-    assert next(durations, None) is None

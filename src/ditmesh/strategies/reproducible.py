@@ -35,11 +35,11 @@ from ..core.partition import Partition, even_cut, offsets, weighted_cut
 from ..core.patching import CallChain, Patch, Proceed
 from ..core.values import tracked
 from ..errors import ConfigError, LayoutError
-from ..layout import Region, Stream, TokenLayout
+from ..layout import Attention, Region, Stream, TokenLayout
 from . import tiled_gradients as tiled
 from .balance import Balance
 from .hooks import BlockSite, requires_grad
-from .sequence import ExactSequence, SequenceParallel, refuse_trained_mask, result_of, with_result
+from .sequence import ExactSequence, SequenceParallel, result_of, with_result
 from .tiled_gradients import AttentionOfTiles, TileWeights, WeightGradients
 from .token_cuts import TokenCut, only, replicated, shared, tokens_of_part
 from .virtual import ask, run_together
@@ -377,30 +377,18 @@ class TiledSequence(SequenceParallel):
 
     # --- attention ---------------------------------------------------------------------------------------------
 
-    def attend(
-        self,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        backend: str | None = None,
+    def _next_call(self) -> int:
+        # Every tile counts its own.
+        _calls.set(_calls.get() + 1)
+        return _calls.get() - 1
+
+    def _attend(
+        self, index: int, planned: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
-        # Of one tile.
-        self.kernel.asked_for(backend)
-        if self._timing:
-            return self.kernel(q_bhsd, k_bhsd, v_bhsd, scale=scale)
-        site, index = self._site, _calls.get()
-        _calls.set(index + 1)
-        planned = self._planned(site, index)
-        refuse_trained_mask(site, mask)
         if not planned.keys:
             # No other rank's keys: the shapes are those of the tile as it is.
-            return self.kernel(aligned(q_bhsd), aligned(k_bhsd), aligned(v_bhsd), mask, scale)
-        return ask(_AttentionInput(index, q_bhsd, k_bhsd, v_bhsd, mask, scale))
-
-    def left_out(self) -> None:
-        _calls.set(_calls.get() + 1)
+            return self.kernel(aligned(q), aligned(k), aligned(v), mask, scale)
+        return ask(_AttentionInput(index, q, k, v, mask, scale))
 
     def _meet(self, asked: list[Any]) -> list[Tensor]:
         """The point at which all tiles of this rank wait: a linear layer, or attention."""

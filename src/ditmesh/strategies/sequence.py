@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..attention import masks
 from ..attention.kernels import local_attention
-from ..attention.mixer import AttentionCall, Mixer
+from ..attention.mixer import AttentionCall, Compute, Mixer
 from ..comm.autograd import all_gather
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
@@ -342,29 +342,38 @@ class SequenceParallel:
         scale: float | None,
         backend: str | None = None,
     ) -> Tensor:
-        call, site = self._call, self._site
         self.kernel.asked_for(backend)
         if self._timing:
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, scale=scale)
-        index, call.attention_calls = call.attention_calls, call.attention_calls + 1
+        index = self._next_call()
         if self.link.size == 1 and not self.keeps_keys:
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask, scale)
-        planned = self._planned(site, index)
-        refuse_trained_mask(site, mask)
-        if not planned.keys:
-            return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask, scale)
-        queries, keys = call.tokens.select(planned.queries), call.tokens.select(planned.keys)
-        if planned.ragged is not None:
-            queries, keys = (
-                only(tokens, planned.ragged, tensor, tokens, self.link.rank)
-                for tokens, tensor in ((queries, q_bhsd), (keys, k_bhsd))
-            )
-        self._check_lengths(site, index, queries, keys, q_bhsd, k_bhsd)
-        return self.attend_distributed(AttentionCall(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale))
+        refuse_trained_mask(self._site, mask)
+        return self._attend(index, self._planned(self._site, index), q_bhsd, k_bhsd, v_bhsd, mask, scale)
+
+    def _next_call(self) -> int:
+        """The number of the block's attention call that begins."""
+        self._call.attention_calls += 1
+        return self._call.attention_calls - 1
 
     def left_out(self) -> None:
         # The next call is still the layout's next.
-        self._call.attention_calls += 1
+        self._next_call()
+
+    def _attend(
+        self, index: int, planned: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """The block's attention call number ``index``, as the layout has planned it."""
+        if not planned.keys:
+            return self.kernel(q, k, v, mask, scale)
+        queries, keys = self._call.tokens.select(planned.queries), self._call.tokens.select(planned.keys)
+        if planned.ragged is not None:
+            queries, keys = (
+                only(tokens, planned.ragged, tensor, tokens, self.link.rank)
+                for tokens, tensor in ((queries, q), (keys, k))
+            )
+        self._check_lengths(self._site, index, queries, keys, q, k)
+        return self.attend_distributed(AttentionCall(q, k, v, queries, keys, mask, scale))
 
     def _planned(self, site: BlockSite, index: int) -> Attention:
         """The layout's entry for the block's attention call number ``index``."""
@@ -378,14 +387,16 @@ class SequenceParallel:
 
     def attend_distributed(self, attention: AttentionCall) -> Tensor:
         """One attention over tokens that lie on all sequence ranks; of this rank's queries, (B, H, s_q, D)."""
-        a, groups = attention, self.mixer.groups()
+        return self._mixed(attention, self.mixer.groups())
+
+    def _mixed(self, a: AttentionCall, groups: list[range], compute: Compute | None = None) -> Tensor:
+        """The same with what computes once keys have come; ``groups``: see `Mixer.attend_distributed`."""
         mask = a.mask
         if mask is not None:
-            here = groups[self.mesh.ring.rank]
-            mask = masks.everywhere(mask, a.queries, a.keys, self.link, here, self.steady)
-        (out,) = self.mixer.attend_distributed(
-            [a.q_bhsd], a.k_bhsd, a.v_bhsd, [mask], a.queries, a.keys, groups, self.balance.speeds, a.scale
-        )
+            mask = masks.everywhere(mask, a.queries, a.keys, self.link, groups[self.mesh.ring.rank], self.steady)
+        tensors = [a.q_bhsd], a.k_bhsd, a.v_bhsd, [mask]
+        speeds = self.balance.speeds
+        (out,) = self.mixer.attend_distributed(*tensors, a.queries, a.keys, groups, speeds, a.scale, compute)
         return out
 
     def _check_lengths(

@@ -236,6 +236,8 @@ class PatchParallel(SequenceParallel):
         link = self.patch_link
         link.patches, link.patch = (run.patches, run.patch) if run is not None else (1, 0)
         link.alone = run is None or run.buffers is None
+        # Attention is that of one device then; in a dry run without the mask, as numbers do not matter.
+        self.keeps_keys, self._timing = not link.alone, link.alone and run is not None
 
     @property
     def _kept(self) -> Buffers:
@@ -301,32 +303,16 @@ class PatchParallel(SequenceParallel):
 
     # --- attention -----------------------------------------------------------------------------------------
 
-    def attend(
-        self,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        backend: str | None = None,
-    ) -> Tensor:
-        if self.patch_link.alone:
-            self.kernel.asked_for(backend)
-            return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask if self.run is None else None, scale)
-        return super().attend(q_bhsd, k_bhsd, v_bhsd, mask, scale, backend)
-
     def attend_distributed(self, attention: AttentionCall) -> Tensor:
         """The patch's queries over all keys: its own, and those that the other patches have left."""
-        queries, keys, mask = attention.queries, attention.keys, attention.mask
+        keys, mask = attention.keys, attention.mask
         link, buffers, path = self.patch_link, self._kept, self._site.path
         call = path, self._call.attention_calls - 1
         kept = buffers.keys.setdefault(call, KVBuffer())
-        groups = self.mixer.groups(link.group.start)
         if mask is not None:
             link.begin_attention(kept, keys)
             if link.size == 1:
                 _keep_mask(kept, mask, keys)
-            mask = masks.everywhere(mask, queries, keys, self.link, groups[self.mesh.ring.rank], self.steady)
 
         share = None
         if self._predicts:
@@ -339,19 +325,7 @@ class PatchParallel(SequenceParallel):
             self._control.monitor.observe(self._blocks[path], sample, buffers.step, (k, v), dim=2, share=share)
             return [self.kernel(q[0], *_keep(kept, k, v, keys, link), given[0], attention.scale)]
 
-        (out,) = self.mixer.attend_distributed(
-            [attention.q_bhsd],
-            attention.k_bhsd,
-            attention.v_bhsd,
-            [mask],
-            queries,
-            keys,
-            groups,
-            self.balance.speeds,
-            attention.scale,
-            compute,
-        )
-        return out
+        return self._mixed(attention, self.mixer.groups(link.group.start), compute)
 
 
 def _keep(kept: KVBuffer, k: Tensor, v: Tensor, keys: Partition, link: PatchLink) -> tuple[Tensor, Tensor]:
