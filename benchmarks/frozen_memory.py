@@ -27,6 +27,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ STEPS, SPEED_STEPS = 2, 3
 
 def frozen_at_random(model: Any, seed: int) -> None:
     """Give a model without memory random weights: NF4 where `ditmesh train` has it, else float32."""
-    from ditmesh.train.model.frozen import BLOCK, SCALES, FrozenLinear, Nf4, layers_to_freeze, quantised
+    from ditmesh.train.model.frozen import BLOCK, SCALES, FrozenLinear, layers_to_freeze, nf4_weight, quantised
 
     draw = torch.Generator().manual_seed(seed)
     # Tables and the mean of scales, of weights with a deviation of 0.02.
@@ -68,7 +69,7 @@ def frozen_at_random(model: Any, seed: int) -> None:
             "absmax2": alike["absmax2"].mean().expand(-(-scales // SCALES)).clone(),
         }
         bias = None if layer.bias is None else torch.nn.Parameter(torch.zeros(layer.out_features))
-        less = FrozenLinear(parts, Nf4(layer.in_features), (layer.out_features, layer.in_features), bias)
+        less = FrozenLinear(parts, partial(nf4_weight, layer.weight.shape), tuple(layer.weight.shape), bias)
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._modules[leaf] = less
     for path, module in model.named_modules():

@@ -12,7 +12,7 @@ import typer
 
 from ..config import AXES
 from ..errors import ConfigError, InputError
-from ..report.formatting import count
+from ..report.formatting import count, enumerated
 from ..report.report import Report
 from .options import (
     AsJson,
@@ -29,9 +29,6 @@ from .options import (
 from .show import bar, emit
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
-
     from ..launch import DeviceChoice, MessageSink
     from ..train.config import TrainConfig
 
@@ -93,9 +90,11 @@ def train(
     chosen = _configured(config, change or (), parallel.settings(), resume, devices)
     world_size = devices or chosen.parallel.world_size
     kind = _device_of(chosen, device, there, world_size)
-    memory, show = memory_check(memory_limit), _Shown(there is None or there.rank == 0)
+    checked, limit = memory_check(memory_limit)
+    options = {"timeout": timeout, "check_memory": checked, "memory_limit": limit}
+    show = Shown(there is None or there.rank == 0)
     with show.progress, launcher(there and "torchrun", world_size, kind, threads, timeout) as ranks:
-        results = ranks.run(_on_rank, chosen, timeout, *memory, on_message=lambda _, now: show(now))
+        results = ranks.run(_on_rank, chosen, options, on_message=lambda _, now: show(now))
         is_reporter = ranks.is_reporter
     if is_reporter:
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
@@ -156,10 +155,8 @@ def _say_check(result: dict[str, Any]) -> Report:
         low, high = result["timesteps"]
         report.text(f"Of two transformers {result['component']} is trained, on timesteps {low:g} to {high:g}.")
     if result["picture"] is not None:
-        what = {"first frame": "the sample's first frame", "hole": "the sample's image with a hole"}.get(
-            result["picture"], "a reference picture"
-        )
-        report.text(f"Its input beside the caption is {what}.")
+        own = {"first frame": "the sample's first frame", "hole": "the sample's image with a hole"}
+        report.text(f"Its input beside the caption is {own.get(result['picture'], 'a reference image')}.")
     for size in result["sizes"]:
         rows = [["arguments by caption", ", ".join(size["captions"])]]
         if size["pictures"]:
@@ -168,22 +165,17 @@ def _say_check(result: dict[str, Any]) -> Report:
         report.table((f"{size['size'][0]} x {size['size'][1]} pixels", "as seen in the pipeline's own loop"), rows)
     if "data" in result:
         _say_data(report, result["data"])
-        report.text(_memory_words(result["memory"]))
+        memory = result["memory"]
+        words = "not known before a run" if memory is None else f"{memory / 1e9:.3g} GB on a rank before activations"
+        report.text(f"memory: {words}; ditmesh memory has the table")
     return report
-
-
-def _memory_words(memory: float | None) -> str:
-    if memory is None:
-        return "memory: not known before a run"
-    return f"memory: {memory / 1e9:.3g} GB on a rank before activations; ditmesh memory has the table"
 
 
 def _say_data(report: Report, data: dict[str, Any]) -> None:
     rows = []
     for one in data["sets"]:
-        share = "one beside every sample" if one["class_images"] else f"{one['per_epoch']} (weight {one['weight']:g})"
-        masks, pairs = (str(one[name] or "") for name in ("masks", "references"))
-        rows.append([one["dir"], str(one["samples"]), share, masks, pairs])
+        share = f"{one['per_epoch']} (weight {one['weight']:g})"
+        rows.append([one["dir"], str(one["samples"]), share, str(one["masks"] or ""), str(one["references"] or "")])
     report.table(("data set", "samples", "in an epoch", "with mask", "with reference"), rows)
     rows = [
         [f"{bucket['size'][0]} x {bucket['size'][1]}", str(bucket["samples"]), f"{bucket['cut_away']:.0%}"]
@@ -196,34 +188,56 @@ def _say_data(report: Report, data: dict[str, Any]) -> None:
     report.text(f"{word}: {captions['with']} of {count(data['samples'], 'sample')} ({sources})")
     points = list(captions["cut"])
     if captions["without"]:
-        points.append(f"without: {', '.join(captions['without'][:8])}{' ...' if len(captions['without']) > 8 else ''}")
+        points.append(f"without: {enumerated(captions['without'], 8)}")
     points += [f"skipped: {one}" for one in data["skipped"]]
     points += data["notes"]
     if data["decoded"] < data["samples"]:
         points.append(f"{data['decoded']} of {data['samples']} samples were decoded; the others by their heads alone")
     more = [f"and {len(points) - MOST_POINTS} others (--json has all)"] if len(points) > MOST_POINTS else []
     report.points([*points[:MOST_POINTS], *more])
-    report.text(f"{count(data['steps'], 'step')} of {count(data['batch'], 'sample')}; in the first:")
-    report.points([f"{one['name']}: {one['caption'] or '(no caption)'}" for one in data["first_step"][:MOST_POINTS]])
+    report.text(f"{count(data['steps'], 'step')} of {count(data['batch'], 'sample')}")
 
 
-class _Shown:
-    """Shows reports of rank 0: a bar on a terminal, otherwise lines."""
+class Shown:
+    """Shows reports of rank 0: a bar on a terminal; in a file or a scheduler's log a line for every step.
 
-    def __init__(self, shown: bool) -> None:
+    Args:
+        shown: this process shows them at all.
+    """
+
+    def __init__(self, shown: bool = True) -> None:
         self.progress = bar(shown=shown)
-        in_lines = not self.progress.console.is_terminal
+        self._in_lines = not self.progress.console.is_terminal
         # A bar would be one line, at the end.
-        self.progress.disable |= in_lines
-        self._lines = StepLines(self.progress.console) if in_lines else None
-        self._task = None if in_lines else self.progress.add_task("loading", total=None)
+        self.progress.disable |= self._in_lines
+        self._task = self.progress.add_task("loading", total=None)
+        self._what = ""
 
     def __call__(self, now: dict[str, Any]) -> None:
-        if self._task is None:
-            assert self._lines is not None
-            self._lines(now)
+        """Show a report: lines, the progress before the first step, or a step."""
+        if "lines" in now:
+            for line in now["lines"]:
+                self._say(line)
+        elif "what" in now:
+            what, done, total = now["what"], now["done"], now["total"]
+            if self._in_lines and what != self._what:
+                self._say(f"{what} ...")
+            self._what = what
+            words = what if total or not done else f"{what}, {done}"
+            self.progress.update(self._task, description=words, total=total or None, completed=done)
         else:
-            _show(self.progress, self._task, now)
+            loss, rate = f"loss {now['loss']:.4f}", f"{now['samples_per_second']:.1f} samples/s"
+            left = f"{_time(now['seconds_left'])} left"
+            if self._in_lines:
+                self._say(
+                    f"step {now['step']}/{now['steps']}  {loss}  lr {now['lr']:.3g}  gradient norm "
+                    f"{now['grad_norm']:.3g}  {rate}  {left}"
+                )
+            words = f"{loss}  {rate}  {left}"
+            self.progress.update(self._task, description=words, total=now["steps"], completed=now["step"])
+
+    def _say(self, line: str) -> None:
+        self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _configured(
@@ -243,79 +257,13 @@ def _configured(
     return TrainConfig.read(run)
 
 
-def _show(progress: Progress, task: TaskID, now: dict[str, Any]) -> None:
-    """Show a report of rank 0: a line, the progress before the first step, or a step."""
-    if "lines" in now:
-        for line in now["lines"]:
-            progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-    elif "what" in now:
-        progress.update(task, **_preparing(now))
-    else:
-        words = f"loss {now['loss']:.4f}  {now['samples_per_second']:.1f} samples/s"
-        words = f"{words}  {_time(now['seconds_left'])} left"
-        progress.update(task, description=words, total=now["steps"], completed=now["step"])
-
-
-class StepLines:
-    """A line for every step, where output is no terminal: a file, or a scheduler's log.
-
-    Args:
-        console: where lines go.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._what = console, ""
-
-    def __call__(self, now: dict[str, Any]) -> None:
-        """A report of rank 0, as `_show` gets it."""
-        if "lines" in now:
-            for line in now["lines"]:
-                self._say(line)
-        elif "what" in now:
-            if now["what"] != self._what:
-                self._what = now["what"]
-                self._say(f"{self._what} ...")
-        else:
-            held_out = now.get("validation_loss")
-            more = "" if held_out is None else f"  held-out loss {held_out:.4f}"
-            over = "  gradients overflowed, no weight changed" if now["overflowed"] else ""
-            self._say(
-                f"step {now['step']}/{now['steps']}  loss {now['loss']:.4f}{more}  lr {now['lr']:.3g}  gradient norm "
-                f"{now['grad_norm']:.3g}  {now['samples_per_second']:.1f} samples/s  "
-                f"{_time(now['seconds_left'])} left{over}"
-            )
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _on_rank(
-    config: TrainConfig, timeout: float, check_memory: bool, memory_limit: float | None, *, report: MessageSink
-) -> dict[str, Any]:
+def _on_rank(config: TrainConfig, options: dict[str, Any], *, report: MessageSink) -> dict[str, Any]:
     """Train on a rank of the command; progress is reported as plain data, which the command reads without torch."""
     from ..generate.runner import quieten
     from ..train.run import train
 
     quieten()
-    return train(
-        config,
-        timeout=timeout,
-        report=lambda now: report(asdict(now)),
-        check_memory=check_memory,
-        memory_limit=memory_limit,
-    )
-
-
-def _preparing(now: dict[str, Any]) -> dict[str, Any]:
-    """The progress bar before the first step; ``now`` has the fields of `train.trainer.Preparing`."""
-    ranks = now["ranks"]
-    done, total = (sum(rank[name] for rank in ranks) for name in ("done", "total"))
-    behind = [(number, rank) for number, rank in enumerate(ranks) if rank["done"] < rank["total"]]
-    words = now["what"] if total or not done else f"{now['what']}, {done}"
-    if total and behind and len(ranks) > 1:
-        number, rank = max(behind, key=lambda pair: pair[1]["total"] - pair[1]["done"])
-        words += f" (rank {number}: {rank['done']} of {rank['total']})"
-    return {"description": words, "total": total or None, "completed": done}
+    return train(config, report=lambda now: report(asdict(now)), **options)
 
 
 def _change(run: dict[str, Any], change: str) -> None:
@@ -325,10 +273,9 @@ def _change(run: dict[str, Any], change: str) -> None:
         raise InputError(f"--set {change!r} is not NAME=VALUE")
     *groups, last = name.split(".")
     for group in groups:
-        if not isinstance(run.get(group) or {}, dict):
+        run[group] = run[group] if run.get(group) else {}
+        if not isinstance(run[group], dict):
             raise InputError(f"--set {change!r}: {group} is no group of settings")
-        if run.get(group) is None:
-            run[group] = {}
         run = run[group]
     from ..train.config import parsed_yaml
 
@@ -355,15 +302,9 @@ def _say(result: dict[str, Any]) -> Report:
     report.text(f"{done}{before} in {_time(result['seconds'])} on {count(result['devices'], 'device')}{loss}")
     if result["memory"]:
         report.text(f"{result['memory'] / 1e9:.3g} GB on a rank at the peak of the first step")
-    if result["validation_loss"] is not None:
-        of = "" if result["validated"] is None else f", of the {result['validated']}"
-        report.text(f"held-out loss {result['validation_loss']:.4f}{of}")
     if result["weights"] is not None:
         report.text(f"digest of the weights, the same on any number of devices: {result['weights']}")
     report.points([f"changed: {one}" for one in result["changed"]])
-    if result["overflowed"]:
-        skipped = count(len(result["overflowed"]), "optimizer step")
-        report.text(f"{skipped} of {done} left out: gradients overflowed in float16 (loss.csv: overflowed, loss_scale)")
     for name, what in (("skipped", "skipped"), ("notes", "note"), ("unsaved", "not saved")):
         report.points([f"{what}: {one}" for one in result[name]])
     report.text(result["pipeline"])

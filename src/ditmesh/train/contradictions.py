@@ -29,13 +29,6 @@ def _problems_of_data(config: TrainConfig) -> Iterator[str]:
     if bool(data.train_data_dir) == bool(data.train_data):
         which = "are both there; leave one out" if data.train_data else "is missing; give the folder of the samples"
         yield f"data.train_data_dir{' and data.train_data' * bool(data.train_data)} {which}"
-    if data.class_data_dir is None and (data.class_prompt is not None or data.prior_loss_weight != 1):
-        yield "class_prompt and prior_loss_weight are for class images; give class_data_dir"
-    if data.class_data_dir is not None and any(one.has_references for one in data.sets):
-        yield "class_data_dir: class images have no reference images, which this run trains with; leave one out"
-    for one in data.sets:
-        if one.keep_tokens and not one.varies_tags:
-            yield f"keep_tokens={one.keep_tokens} is for shuffle_tags and tag_dropout; set one of them"
     if isinstance(data.max_sequence_length, tuple) and data.cache_dir is not None and config.keeps_text:
         yield (
             f"max_sequence_length={list(data.max_sequence_length)}: text embeddings in cache_dir have one length; "
@@ -73,11 +66,6 @@ def _problems_of_ranks(config: TrainConfig) -> Iterator[str]:
     if config.in_order:
         # Raises where the degrees are none of reproducible mode.
         _ = config.placement
-    if config.model.compile and (config.parallel.world_size > config.parallel.data or config.in_order):
-        yield (
-            f"compile={config.model.compile}: compiled blocks have no gradient of attention across ranks and choose "
-            "kernels by themselves; of parallel use data alone, and leave reproducible out, or leave compile out"
-        )
     if speeds is not None and sharding == "fsdp":
         yield (
             "data_speeds: each forward of sharding: fsdp is a collective of all data ranks, which have as many; "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 
@@ -25,7 +23,7 @@ def check_training_memory(
         limit: bytes that a rank may take; None: the device's free memory (on a CPU the host's, in equal parts).
 
     Raises:
-        InputError: on all ranks alike; names what would fit.
+        InputError: on all ranks alike; names what saves memory.
     """
     grouped = dist.is_available() and dist.is_initialized()
     ranks = dist.get_world_size() if grouped else 1
@@ -42,29 +40,8 @@ def _refusal(config: TrainConfig, info: ModelInfo, room: float) -> str | None:
     needed = least_memory(config)
     if needed is None or needed <= room:
         return None
-    way = "nothing that was tried would fit; take another model or device"
-    for words, other in _smaller(config):
-        less = least_memory(other)
-        if less is not None and less <= room:
-            way = f"with {words} it would take {less / 1e9:.3g} GB and its activations; use that"
-            break
     return (
         f"training {info.name} with {config.parallel.describe()} takes {needed / 1e9:.3g} GB on a rank before "
-        f"activations, and {room / 1e9:.3g} GB are free; {way}, or switch the check off (--memory-limit none)"
+        f"activations, and {room / 1e9:.3g} GB are free; use data.cache_dir, lora with model.base_precision: nf4, or "
+        "model.sharding: fsdp, or switch the check off (--memory-limit none)"
     )
-
-
-def _smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """Settings that save memory, in words: each beside those before it."""
-    words: list[str] = []
-    can_shard = config.lora is None and config.model.sharding == "auto" and config.parallel.world_size > 1
-    for group, name, value, helps in (
-        ("data", "cache_dir", "cache", config.data.cache_dir is None and config.keeps_text),
-        ("model", "base_precision", "nf4", config.lora is not None and config.model.base_precision is None),
-        ("model", "sharding", "fsdp", can_shard),
-    ):
-        if helps:
-            words.append(f"{group}.{name}: {value}")
-            changed = getattr(config, group).model_copy(update={name: value})
-            config = config.model_copy(update={group: changed})
-            yield ", ".join(words), config

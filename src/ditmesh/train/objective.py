@@ -2,27 +2,27 @@
 
 Rectified flow (Liu et al. 2022, arXiv:2209.03003; noise levels as in Esser et al. 2024, arXiv:2403.03206), the noise of
 DDPM (Ho et al. 2020, arXiv:2006.11239), and the velocity (Salimans and Ho 2022, arXiv:2202.00512). The schedules and
-weights are diffusers' own. `register` adds another objective; every rank registers it before it makes a `Trainer`.
+weights are diffusers' own.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.library import library_class
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError
 from .config import TrainConfig
 from .staging import onto
 
 # Of the density ``logit_normal``, and of ``mode`` (Esser et al. 2024, section 3.1), as in diffusers' scripts.
 LOGIT_STD, MODE_SCALE = 1.0, 1.29
+OBJECTIVES = ("flow", "epsilon", "v_prediction")
 
 
 @dataclass(frozen=True)
@@ -42,145 +42,11 @@ class NoisyBatch:
     weights: Tensor
 
 
-class Objective(ABC):
-    """A noise schedule and a prediction target.
-
-    Attributes:
-        name: as `TrainConfig.objective` has it. With ``auto`` the scheduler's ``prediction_type`` is the name.
-        is_flow: whether the noise levels are those of rectified flow (``sigmas``) or those of DDPM.
-    """
-
-    name: ClassVar[str]
-    is_flow: ClassVar[bool] = False
-
-    def check(self, config: TrainConfig) -> None:  # noqa: B027
-        """Reject settings that the objective does not use; by default none.
-
-        Raises:
-            ConfigError: names the setting.
-        """
-
-    @abstractmethod
-    def __call__(
-        self, latents: Tensor, noise: Tensor, scheduler: Any, generators: Sequence[torch.Generator], config: TrainConfig
-    ) -> NoisyBatch:
-        """Add noise to a batch.
-
-        Args:
-            latents: (B, C, ...) clean, scaled.
-            noise: (B, C, ...) standard normal.
-            scheduler: with the tables of training: a flow-matching scheduler if `is_flow`, else a `DDPMScheduler`.
-            generators: one a sample, on the CPU, to draw noise levels from.
-            config: density of noise levels, weights.
-        """
-        ...
-
-
-class RectifiedFlow(Objective):
-    """The straight path from latents to noise: the target is ``noise - latents``."""
-
-    name, is_flow = "flow", True
-
-    def check(self, config: TrainConfig) -> None:
-        if config.model.snr_gamma is not None:
-            raise ConfigError("snr_gamma weighs epsilon- and v-prediction; leave it out for rectified flow")
-
-    def __call__(
-        self, latents: Tensor, noise: Tensor, scheduler: Any, generators: Sequence[torch.Generator], config: TrainConfig
-    ) -> NoisyBatch:
-        from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
-
-        density = [
-            compute_density_for_timestep_sampling(
-                config.model.weighting_scheme, 1, config.model.logit_mean, LOGIT_STD, MODE_SCALE, generator=generator
-            )
-            for generator in generators
-        ]
-        places = (torch.cat(density) * len(scheduler.timesteps)).long().clamp(max=len(scheduler.timesteps) - 1)
-        # The scheduler's numbers end in noise, or, if they are inverted, in the latents.
-        start, end = (noise, latents) if scheduler.config.get("invert_sigmas") else (latents, noise)
-        levels = onto(scheduler.sigmas[places], latents.device, latents.dtype)
-        factor = levels.view(-1, *[1] * (latents.dim() - 1))
-        return NoisyBatch(
-            latents=start + factor * (end - start),
-            timesteps=onto(scheduler.timesteps[places], latents.device),
-            target=end - start,
-            weights=compute_loss_weighting_for_sd3(config.model.weighting_scheme, levels).float(),
-        )
-
-
-class Epsilon(Objective):
-    """The noise itself, at uniform timesteps of DDPM."""
-
-    name = "epsilon"
-
-    def __call__(
-        self, latents: Tensor, noise: Tensor, scheduler: Any, generators: Sequence[torch.Generator], config: TrainConfig
-    ) -> NoisyBatch:
-        from diffusers.training_utils import compute_snr
-
-        steps = scheduler.config["num_train_timesteps"]
-        timesteps = torch.cat([torch.randint(steps, (1,), generator=one) for one in generators])
-        timesteps = onto(timesteps, latents.device)
-        weights = torch.ones(len(latents), device=latents.device)
-        if config.model.snr_gamma is not None:
-            weights = self._min_snr(compute_snr(scheduler, timesteps), config.model.snr_gamma)
-        mixed = scheduler.add_noise(latents, noise, timesteps)
-        return NoisyBatch(mixed, timesteps, self._target(scheduler, latents, noise, timesteps), weights.float())
-
-    def _target(self, scheduler: Any, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        return noise
-
-    def _min_snr(self, snr: Tensor, gamma: float) -> Tensor:
-        # min(snr, gamma) / snr, also for a schedule that ends in pure noise, where snr is 0.
-        return (gamma / snr).clamp(max=1)
-
-
-class Velocity(Epsilon):
-    """The velocity between latents and noise, at uniform timesteps of DDPM."""
-
-    name = "v_prediction"
-
-    def _target(self, scheduler: Any, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        return scheduler.get_velocity(latents, noise, timesteps)
-
-    def _min_snr(self, snr: Tensor, gamma: float) -> Tensor:
-        return snr.clamp(max=gamma) / (snr + 1)
-
-
-OBJECTIVES: dict[str, Objective] = {one.name: one for one in (RectifiedFlow(), Epsilon(), Velocity())}
-
-
-def register(objective: Objective) -> None:
-    """Register an objective under its name. Registering the same object again does nothing.
-
-    Raises:
-        ConfigError: another one has the name.
-    """
-    if OBJECTIVES.setdefault(objective.name, objective) is not objective:
-        raise ConfigError(f"there is a training objective {objective.name!r} already; give this one another name")
-
-
-def check_objective(name: str) -> None:
-    """Reject the name of an objective that is not registered.
-
-    Raises:
-        ConfigError: names those that are.
-    """
-    names = ["auto", *OBJECTIVES]
-    if name not in names:
-        raise ConfigError(
-            f"objective={name!r} is no training objective; use {', '.join(names)}, or register it on every rank with "
-            f"ditmesh.train.objective.register before training{did_you_mean(name, names)}"
-        )
-
-
 class NoiseObjective:
     """The objective of a run, with the noise levels of its pipeline's scheduler.
 
     Args:
         scheduler: the pipeline's; it is not changed, and only its settings count.
-        config: objective, density of noise levels, weights.
 
     Attributes:
         kind: name of the objective.
@@ -191,17 +57,16 @@ class NoiseObjective:
     """
 
     def __init__(self, scheduler: Any, config: TrainConfig) -> None:
-        check_objective(config.model.objective)
-        self._config = config
-        self.scheduler, is_flow = _tables(scheduler)
-        own = "flow" if is_flow else scheduler.config.get("prediction_type", "epsilon")
+        self._config = config.model
+        self.scheduler, self._is_flow = _tables(scheduler)
+        own = "flow" if self._is_flow else scheduler.config.get("prediction_type", "epsilon")
         self.kind = own if config.model.objective == "auto" else config.model.objective
         if self.kind not in OBJECTIVES:
             raise ConfigError(f"{type(scheduler).__name__} predicts {self.kind!r}, which nothing here trains")
-        self._objective = OBJECTIVES[self.kind]
-        if self._objective.is_flow != is_flow:
+        if self._is_flow != (self.kind == "flow"):
             raise ConfigError(f"objective={self.kind!r} does not fit {type(scheduler).__name__}; use objective='auto'")
-        self._objective.check(config)
+        if self._is_flow and config.model.snr_gamma is not None:
+            raise ConfigError("snr_gamma weighs epsilon- and v-prediction; leave it out for rectified flow")
 
     def keep_between(self, lowest: float, highest: float) -> None:
         """Draw timesteps of rectified flow within bounds alone: those of one of several transformers.
@@ -212,7 +77,7 @@ class NoiseObjective:
         times = self.scheduler.timesteps
         # A bound may lie just below a timestep.
         kept = (times.double() >= lowest) & (times.double() <= highest)
-        if not self._objective.is_flow or not bool(kept.any()):
+        if not self._is_flow or not bool(kept.any()):
             raise ConfigError(
                 f"objective={self.kind!r} has no timesteps from {lowest:g} to {highest:g} to be trained on"
             )
@@ -228,7 +93,46 @@ class NoiseObjective:
         """
         noise = torch.stack([torch.randn(latents.shape[1:], generator=one) for one in generators])
         noise = onto(noise, latents.device, latents.dtype)
-        return self._objective(latents, noise, self.scheduler, generators, self._config)
+        return (self._flow if self._is_flow else self._ddpm)(latents, noise, generators)
+
+    def _flow(self, latents: Tensor, noise: Tensor, generators: Sequence[torch.Generator]) -> NoisyBatch:
+        """The straight path from latents to noise: the target is ``noise - latents``."""
+        from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
+
+        scheme, scheduler = self._config.weighting_scheme, self.scheduler
+        density = [
+            compute_density_for_timestep_sampling(
+                scheme, 1, self._config.logit_mean, LOGIT_STD, MODE_SCALE, generator=generator
+            )
+            for generator in generators
+        ]
+        places = (torch.cat(density) * len(scheduler.timesteps)).long().clamp(max=len(scheduler.timesteps) - 1)
+        # The scheduler's numbers end in noise, or, if they are inverted, in the latents.
+        start, end = (noise, latents) if scheduler.config.get("invert_sigmas") else (latents, noise)
+        levels = onto(scheduler.sigmas[places], latents.device, latents.dtype)
+        factor = levels.view(-1, *[1] * (latents.dim() - 1))
+        return NoisyBatch(
+            latents=start + factor * (end - start),
+            timesteps=onto(scheduler.timesteps[places], latents.device),
+            target=end - start,
+            weights=compute_loss_weighting_for_sd3(scheme, levels).float(),
+        )
+
+    def _ddpm(self, latents: Tensor, noise: Tensor, generators: Sequence[torch.Generator]) -> NoisyBatch:
+        """Uniform timesteps of DDPM: the target is the noise, or the velocity between latents and noise."""
+        from diffusers.training_utils import compute_snr
+
+        scheduler, gamma = self.scheduler, self._config.snr_gamma
+        steps = scheduler.config["num_train_timesteps"]
+        timesteps = torch.cat([torch.randint(steps, (1,), generator=one) for one in generators])
+        timesteps = onto(timesteps, latents.device)
+        weights = torch.ones(len(latents), device=latents.device)
+        if gamma is not None:
+            snr = compute_snr(scheduler, timesteps)
+            # min(snr, gamma) / snr, also for a schedule that ends in pure noise, where snr is 0.
+            weights = (gamma / snr).clamp(max=1) if self.kind == "epsilon" else snr.clamp(max=gamma) / (snr + 1)
+        target = noise if self.kind == "epsilon" else scheduler.get_velocity(latents, noise, timesteps)
+        return NoisyBatch(scheduler.add_noise(latents, noise, timesteps), timesteps, target, weights.float())
 
 
 def _tables(scheduler: Any) -> tuple[Any, bool]:

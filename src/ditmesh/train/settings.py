@@ -13,11 +13,15 @@ Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 Pixels = Annotated[int, Field(ge=1, le=MAX_PIXELS)]
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Bits = Literal["bf16", "fp16", "int8", "fp8", "nf4"]
+Bits = Literal["bf16", "int8", "fp8", "nf4"]
 Sharding = Literal["auto", "none", "ddp", "fsdp"]
 
 # The name of a pipeline's transformer for other noise levels than those of the first.
 SECOND = "transformer_2"
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 class SettingsGroup(BaseModel):
@@ -42,16 +46,11 @@ class LoraConfig(SettingsGroup):
         default=False, description="Scale the update by ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732)."
     )
     dropout: BelowOne = Field(default=0.0, description="Dropout of the adapters' inputs.")
-    target_modules: tuple[str, ...] | str = Field(
+    target_modules: tuple[str, ...] | Literal["all-linear"] = Field(
         default=("to_q", "to_k", "to_v", "to_out.0"),
-        description="Names of the transformer's linear layers with an adapter, ``all-linear``, or a regular expression "
-        "for whole names; a class without the default names has them on its attention projections, and so have text "
-        "encoders.",
+        description="Names of the transformer's linear layers with an adapter, or ``all-linear``; a class without the "
+        "default names has them on its attention projections.",
     )
-    base_lora: Annotated[tuple[str, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = Field(
-        default=(), description="Frozen adapters below the one that is trained, each as ``FILE[:scale]``."
-    )
-    fuse_base_lora: bool = Field(default=False, description="Add the frozen adapters to the weights before training.")
     comfyui: bool = Field(
         default=False,
         description="Save the adapter in ComfyUI's names as well, as ``comfyui.safetensors``: of Wan, LTX, Lumina 2, "
@@ -70,22 +69,13 @@ class SampleSettings(SettingsGroup):
 
     caption_column: str | None = Field(
         default=None,
-        description="The column of captions, or of labels, in the listing or table, or their key in an image's JSON "
-        "file; None: the first of ``text``, ``caption`` and ``prompt`` that exists, or ``label``.",
+        description="The column of captions, or of labels, in the listing or table; None: the first of ``text``, "
+        "``caption`` and ``prompt`` that exists, or ``label``.",
     )
     instance_prompt: str | None = Field(default=None, description="The caption of samples that have none.")
     trigger_word: str | None = Field(
         default=None,
         description="Replaces ``[trigger]`` in captions, and precedes captions that have neither, with a comma.",
-    )
-    shuffle_tags: bool = Field(
-        default=False, description="Put the tags of a caption in another order whenever the sample is trained."
-    )
-    keep_tokens: int = Field(
-        default=0, ge=0, description="The number of tags at the beginning that are neither shuffled nor dropped."
-    )
-    tag_dropout: Share = Field(
-        default=0.0, description="The share of tags that is left out whenever a sample is trained."
     )
     mask_dir: str | None = Field(
         default=None,
@@ -96,7 +86,7 @@ class SampleSettings(SettingsGroup):
         description="A folder of reference images with the names of the images, for edit and control models.",
     )
     conditioning_image_column: str | None = Field(
-        default=None, description="The column or key with an image's reference images; in a tar, their suffix."
+        default=None, description="The column with an image's reference image."
     )
     resolution: Pixels = Field(
         default=512,
@@ -111,11 +101,6 @@ class SampleSettings(SettingsGroup):
     def has_references(self) -> bool:
         """True if samples have reference images."""
         return self.conditioning_dir is not None or self.conditioning_image_column is not None
-
-    @property
-    def varies_tags(self) -> bool:
-        """True if a sample's caption is another one whenever it is trained, in more ways than can be kept."""
-        return self.shuffle_tags or self.tag_dropout > 0
 
 
 class DataSetConfig(SampleSettings):
@@ -141,21 +126,14 @@ class DataConfig(SampleSettings):
 
     train_data_dir: str = Field(
         default="",
-        description="A folder of images or videos with ``metadata.jsonl``, another listing or caption files, or a "
-        "folder of WebDataset tars, or a data set of the ``datasets`` package.",
+        description="A folder of images or videos with ``metadata.jsonl``, ``metadata.csv`` or caption files, or a "
+        "data set of the ``datasets`` package.",
     )
     train_data: tuple[DataSetConfig, ...] = Field(
         default=(),
         description="Several data sets in place of ``train_data_dir``, each with ``dir``, ``weight`` and settings of "
         "its own.",
     )
-    class_data_dir: str | None = Field(
-        default=None,
-        description="Images of the class of the subject, for prior preservation: every sample is trained together with "
-        "one of them (Ruiz et al. 2022, arXiv:2208.12242).",
-    )
-    class_prompt: str | None = Field(default=None, description="The caption of class images that have none.")
-    prior_loss_weight: float = Field(default=1.0, ge=0, description="The weight of the loss of the class images.")
     num_frames: Pixels | None = Field(
         default=None,
         description="For a video model, the number of frames used from the start of every file (videos, animated "
@@ -179,19 +157,12 @@ class DataConfig(SampleSettings):
 
     @property
     def sets(self) -> tuple[DataConfig, ...]:
-        """The settings of every data set; of the class images of prior preservation last."""
-        found = [self.model_copy(update={"train_data": (), **one.changes}) for one in self.train_data] or [self]
-        if self.class_data_dir is not None:
-            # Their captions are left alone.
-            plain = ("trigger_word", "mask_dir", "conditioning_dir", "conditioning_image_column", "class_data_dir")
-            more = {"train_data_dir": self.class_data_dir, "instance_prompt": self.class_prompt, "train_data": ()}
-            more |= {**dict.fromkeys(plain), "shuffle_tags": False, "keep_tokens": 0, "tag_dropout": 0.0}
-            found.append(self.model_copy(update=more))
-        return tuple(found)
+        """The settings of every data set."""
+        return tuple(self.model_copy(update={"train_data": (), **one.changes}) for one in self.train_data) or (self,)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The number of times that an epoch has each sample of every data set, without class images."""
+        """The number of times that an epoch has each sample of every data set."""
         return tuple(one.weight for one in self.train_data) or (1.0,)
 
 
@@ -206,14 +177,14 @@ class ModelConfig(SettingsGroup):
     from_scratch: bool = Field(default=False, description="Start from random weights of the same configuration.")
     base_precision: Bits | None = Field(
         default=None,
-        description="With ``lora``, the bits of the transformer's frozen linear layers: ``bf16``, ``fp16``, or "
-        "quantised: ``int8``, ``fp8`` (torchao), ``nf4`` (bitsandbytes); None: as they are.",
+        description="With ``lora``, the bits of the transformer's frozen linear layers: ``bf16``, or quantised: "
+        "``int8``, ``fp8`` (torchao), ``nf4`` (bitsandbytes); None: as they are.",
     )
     encoder_precision: Bits | None = Field(
         default=None,
         description="The same as ``base_precision`` for the linear layers of text encoders that are not trained.",
     )
-    mixed_precision: Literal["no", "bf16", "fp16"] = Field(
+    mixed_precision: Literal["no", "bf16"] = Field(
         default="no", description="Dtype of the forward and backward; weights stay float32."
     )
     sharding: Sharding = Field(
@@ -222,13 +193,8 @@ class ModelConfig(SettingsGroup):
         "``none`` (gradients are averaged after the backward pass); ``auto``: ``ddp``, in reproducible mode ``none``.",
     )
     gradient_checkpointing: bool = Field(default=False, description="Recompute blocks in the backward pass.")
-    compile: bool | str = Field(
-        default=False, description="Compile the transformer's blocks with torch.compile: ``true``, or a backend's name."
-    )
-    objective: str = Field(
-        default="auto",
-        description="``auto`` (the scheduler's objective), ``flow``, ``epsilon``, ``v_prediction``, or a registered "
-        "one.",
+    objective: Literal["auto", "flow", "epsilon", "v_prediction"] = Field(
+        default="auto", description="``auto`` is the scheduler's own objective."
     )
     weighting_scheme: Literal["none", "logit_normal", "mode", "sigma_sqrt", "cosmap"] = Field(
         default="logit_normal",
@@ -247,9 +213,8 @@ class OptimizerConfig(SettingsGroup):
 
     name: str = Field(
         default="AdamW",
-        description="``AdamW``, ``Adam``, ``SGD``, ``Adafactor``, ``Muon`` (AdamW for all but the matrices of blocks), "
-        "``AdamW8bit`` (bitsandbytes), ``Prodigy``, ``AdamWScheduleFree``, ``RAdamScheduleFree`` or "
-        "``SGDScheduleFree``.",
+        description="``AdamW``, ``Adam``, ``SGD``, ``Adafactor`` (torch), ``AdamW8bit`` (bitsandbytes), ``Prodigy``, "
+        "or the path of another class, such as ``torch.optim.RMSprop``.",
     )
     args: dict[str, Any] = Field(
         default={},
@@ -315,13 +280,8 @@ class OutputConfig(SettingsGroup):
         "the last.",
     )
     validation_inference_steps: Positive = Field(default=20, description="Denoising steps of validation images.")
-    validation_split: BelowOne = Field(
-        default=0.0,
-        description="The share of the samples that is not trained on, chosen by names; the loss of up to 64 of them is "
-        "measured every ``validation_steps``, at 8 fixed noise levels.",
-    )
-    report_to: str | tuple[str, ...] = Field(
-        default="csv",
-        description="``csv`` is always written; ``tensorboard`` also writes TensorBoard files, and other trackers of "
-        "accelerate (``wandb``, ``trackio``, ``comet_ml``, ``mlflow``, ...) get the same numbers. One, or a list.",
+    report_to: Annotated[tuple[Literal["csv", "tensorboard", "wandb"], ...], BeforeValidator(_listed)] = Field(
+        default=("csv",),
+        description="``csv`` is always written; ``tensorboard`` and ``wandb`` get the same numbers, and validation "
+        "images. One, or a list.",
     )

@@ -33,13 +33,7 @@ from .optimizer.update import WeightUpdate
 
 
 class TrainState:
-    """The state of a run over the ranks of a mesh.
-
-    Args:
-        trained: modules by name, parallelised and sharded already.
-        slices: what tensor ranks hold.
-        update: optimizer, schedule, loss scale and average.
-    """
+    """The state of a run over the ranks of a mesh; ``trained``: modules by name, parallelised and sharded already."""
 
     def __init__(
         self, config: TrainConfig, mesh: Mesh, trained: nn.ModuleDict, slices: TensorSlicesOf, update: WeightUpdate
@@ -73,14 +67,11 @@ class TrainState:
 
     def facts(self, data: str) -> dict[str, Any]:
         """The other state of the next step, and the run's settings; ``data``: a digest of its samples."""
-        facts: dict[str, Any] = {
+        return {
             "schedule": self._update.schedule.last_epoch,
             "settings": run_settings(self._config, data),
             "optimizer": facts_of_state(self._update.optimizer, self._update.named),
         }
-        if self._update.scaler.is_enabled():
-            facts["scaler"] = self._update.scaler.state_dict()
-        return facts
 
     def weights(self) -> dict[str, Tensor]:
         """The trained weights by name, whole, on the CPU; nothing on other ranks than the first. Collective."""
@@ -105,7 +96,7 @@ class TrainState:
             InputError: it does not fit this run, or has numbers that are not finite.
         """
         names, about = checkpoints.names(folder), facts.get("optimizer", {})
-        initialise_state(self._update.optimizer, self._update.named, about)
+        initialise_state(self._update.optimizer, self._update.named)
         state = self.tensors()
         own = set(state["model"])
         here = {f"model.{name}" for name in own}
@@ -137,8 +128,6 @@ class TrainState:
             for mine, loaded in zip(self._update.average.shadow_params, average.values(), strict=True):
                 mine.copy_(loaded)
             self._update.average.optimization_step = int(state["average_steps"])
-        if self._update.scaler.is_enabled() and "scaler" in facts:
-            self._update.scaler.load_state_dict(facts["scaler"])
         bad = self._update.bad_weights()
         if bad is not None:
             raise InputError(

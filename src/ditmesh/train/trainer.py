@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +21,30 @@ from ..comm.state import raise_for_peer
 from ..engine import restore
 from ..strategies.determinism import deterministic
 from .checkpoints.checkpoint import Checkpoints, checkpoint_facts
-from .checkpoints.export import check_room, export_bytes
 from .checkpoints.folder import hold_output, run_settings
-from .checkpoints.resuming import Differences, ResumeReport, run_differences
+from .checkpoints.resuming import ResumeReport, run_differences
 from .config import TrainConfig
-from .data.held_out import HeldOutLoss
+from .data.agreement import agreed_samples
 from .data.order import MicroBatch, shares
+from .data.sources import all_samples
 from .data.training_data import TrainingData
-from .families import Conditions
 from .logs.trackers import check_trackers
 from .logs.training_log import TrainingLog
 from .memory import peak_bytes
 from .model.frozen import freeze_encoders
 from .objective import NoiseObjective, sample_losses
-from .observed.family import family_of
-from .optimizer.optimizers import (
-    rate_of,
-)
-from .optimizer.precision import AUTOCAST
+from .observed.family import ObservedFamily
+from .optimizer.optimizers import rate_of
 from .optimizer.update import WeightUpdate
 from .parallel import ParallelTraining, trained_modules
 from .state import TrainState
-from .uneven import RankProgress
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The report after every optimizer step.
-
-    Attributes:
-        step, steps: done, and of how many.
-        loss: mean over the step's samples.
-        lr, grad_norm: of the step; the norm before clipping.
-        samples_per_second: of this step.
-        seconds_left: at this pace.
-        overflowed: gradients overflowed in float16, and no weight was changed in this step.
-        loss_scale: of the next step; 1 without ``mixed_precision: fp16``.
-        validation_loss: of the held-out samples after this step; None where it is not measured.
-    """
+    """The report after every optimizer step: the mean loss over its samples, and the norm before clipping."""
 
     step: int
     steps: int
@@ -70,22 +53,15 @@ class Progress:
     grad_norm: float
     samples_per_second: float
     seconds_left: float
-    overflowed: bool = False
-    loss_scale: float = 1.0
-    validation_loss: float | None = None
 
 
 @dataclass(frozen=True)
 class Preparing:
-    """A report before the first step.
-
-    Attributes:
-        what: it does, such as ``"encoding samples"``.
-        ranks: how far each rank is with it.
-    """
+    """A report before the first step: what it does, and the parts of all ranks; a total of 0 is not known yet."""
 
     what: str
-    ranks: tuple[RankProgress, ...]
+    done: int
+    total: int
 
 
 @dataclass
@@ -95,34 +71,20 @@ class Outcome:
     Attributes:
         step: optimizer steps done.
         losses: of the steps of this run, by step.
-        held_out: the losses of held-out samples after steps of this run, by step.
         skipped: a sentence for every sample that any rank could not read, the same on all ranks.
         notes: sentences about other things that went otherwise than asked for, such as damaged files of ``cache_dir``.
         unsaved: why checkpoints could not be written.
-        overflowed: steps of this run that changed no weight, because gradients overflowed in float16.
         changed: a sentence for every setting that is not the checkpoint's.
         peak_bytes: of this rank's memory until after the first step of this run; on a GPU of its tensors.
     """
 
     step: int = 0
     losses: dict[int, float] = field(default_factory=dict)
-    held_out: dict[int, float] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unsaved: list[str] = field(default_factory=list)
-    overflowed: list[int] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     peak_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of an optimizer step: mean loss over its samples, norm of the gradient before clipping."""
-
-    loss: float
-    norm: float
-    samples: int
-    overflowed: bool
 
 
 class Trainer:
@@ -148,9 +110,8 @@ class Trainer:
     ) -> None:
         self._report_preparing = preparing
         self.config, self.pipe, self.device = config, pipe, torch.device(device)
-        self.family = family_of(pipe, config)
-        # Observed families know of samplers that have other levels than training has.
-        self.objective = NoiseObjective(getattr(self.family, "scheduler", pipe.scheduler), config)
+        self.family = ObservedFamily(pipe, config)
+        self.objective = NoiseObjective(self.family.scheduler, config)
         self.mesh = Mesh(config.placement, self.device, timeout)
         self._failed = False
         self._undo = ExitStack()
@@ -175,21 +136,17 @@ class Trainer:
         freeze_encoders(pipe, config)
         pipe.to(self.device)
         self.family.prepare(pipe)
-        self.data = TrainingData(pipe, self.family, config, self.mesh, self.device, self._preparing)
-        bounds = getattr(self.family, "moments_of_training", None)
-        if bounds is not None:
+        by = self.family.conditioned_by
+        samples = agreed_samples(self.mesh, lambda advance: all_samples(config.data, by, advance), self._preparing)
+        self.data = TrainingData(pipe, self.family, config, samples, self.device)
+        if (bounds := self.family.moments_of_training) is not None:
             # Those of the one of two transformers that is trained.
             self.objective.keep_between(*bounds)
         self.trained = trained_modules(pipe, config)
-        # Weights are whole only until ranks have their shares of them.
-        self._bytes = export_bytes(pipe, config)
         self.model = getattr(pipe, config.denoiser)
         self.parallel = ParallelTraining(self.trained, self.model, config, self.mesh, self._undo, self._restore)
         self.update = WeightUpdate(self.trained, config, self.mesh, self.data.steps)
         self.state = TrainState(config, self.mesh, self.trained, self.parallel.slices, self.update)
-        self.held_out: HeldOutLoss | None = None
-        if self.data.held_out:
-            self.held_out = HeldOutLoss(self.data.held_out, pipe, self.family, config, self.mesh, self.device)
         self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.output.checkpoints_total_limit)
         self._undo.callback(self.checkpoints.close)
         self.step = 0
@@ -234,7 +191,6 @@ class Trainer:
     ) -> Outcome:
         config, outcome = self.config, Outcome(skipped=list(self.data.corrupt))
         outcome.changed = self._resume()
-        on_first(self.mesh.world, lambda: check_room(config, *self._bytes, self.step, self.data.steps))
         self._fill_cache()
         on_first(self.mesh.world, lambda: check_trackers(config))
         log = TrainingLog(config, self.step) if self.speaks else None
@@ -244,35 +200,25 @@ class Trainer:
                 self._validate(validate, log)
             while self.step < end:
                 began = time.perf_counter()
-                done = self._optimizer_step(self.data.order.step(self.step))
+                batches = self.data.order.step(self.step)
+                loss, norm = self._optimizer_step(batches)
                 self.step += 1
-                outcome.losses[self.step - 1] = done.loss
+                outcome.losses[self.step - 1] = loss
                 outcome.peak_bytes = outcome.peak_bytes or peak_bytes(self.device)
                 seconds = time.perf_counter() - began
                 rate = rate_of(self.update.optimizer)
-                if done.overflowed:
-                    outcome.overflowed.append(self.step - 1)
-                else:
-                    # As in accelerate, a skipped step does not advance the schedule.
-                    self.update.schedule.step()
-                if (held_out := self._held_out_loss()) is not None:
-                    outcome.held_out[self.step - 1] = held_out
+                self.update.schedule.step()
                 now = Progress(
                     step=self.step,
                     steps=self.data.steps,
-                    loss=done.loss,
+                    loss=loss,
                     lr=rate,
-                    grad_norm=done.norm,
-                    samples_per_second=done.samples / seconds,
+                    grad_norm=norm,
+                    samples_per_second=sum(batch.count for batch in batches) / seconds,
                     seconds_left=(self.data.steps - self.step) * seconds,
-                    overflowed=done.overflowed,
-                    loss_scale=self.update.scaler.get_scale(),
-                    validation_loss=held_out,
                 )
                 if log is not None:
-                    measured = math.nan if held_out is None else held_out
-                    row = {"step": self.step - 1, "overflowed": int(done.overflowed), "validation_loss": measured}
-                    log.add({**asdict(now), **row, "seconds": seconds})
+                    log.add(asdict(now) | {"step": self.step - 1, "seconds": seconds})
                 if report is not None:
                     report(now)
                 if self.step % config.output.checkpointing_steps == 0 or self.step >= end:
@@ -292,8 +238,6 @@ class Trainer:
         encoded = self.data.encoded
         encoded.fill_cache(self.mesh, self._preparing)
         if encoded.is_complete:
-            if self.held_out is not None:
-                self.held_out.fill()
             encoded.encoders.release()
             self._undo.callback(lambda: None if self._failed else encoded.encoders.restore())
 
@@ -306,16 +250,17 @@ class Trainer:
         if log is not None and pictures:
             log.pictures(max(self.step - 1, 0), pictures)
 
-    def _preparing(self, what: str, ranks: list[RankProgress]) -> None:
+    def _preparing(self, what: str, done: int, total: int) -> None:
         if self._report_preparing is not None:
-            self._report_preparing(Preparing(what, tuple(ranks)))
+            self._report_preparing(Preparing(what, done, total))
 
     @property
     def speaks(self) -> bool:
         """True if this rank writes logs and images."""
         return self.mesh.rank == 0
 
-    def _optimizer_step(self, batches: list[MicroBatch]) -> StepResult:
+    def _optimizer_step(self, batches: list[MicroBatch]) -> tuple[float, float]:
+        """One step; returns the mean loss over its samples, and the norm of the gradient before clipping."""
         data = self.mesh.data
         by_rank = shares(batches, self.parallel.speeds.values, equal_counts=self.config.model.sharding == "fsdp")
         mine = by_rank[data.rank]
@@ -326,7 +271,7 @@ class Trainer:
             with self.parallel.sync.accumulating(number, len(batches), is_last=place == len(mine) - 1):
                 with self.parallel.speeds.measured(batches[number].cost):
                     losses = self._losses(batches[number])
-                self.update.scaler.scale(losses.sum() * (self.parallel.sync.share / samples)).backward()
+                (losses.sum() * (self.parallel.sync.share / samples)).backward()
             sums[number] = losses.detach().double().sum()
         self.parallel.speeds.agree()
         self.parallel.sync.reduce(by_rank)
@@ -334,30 +279,19 @@ class Trainer:
         loss = sum(data.all_reduce(sums).tolist()) / samples
         if not math.isfinite(loss):
             raise FloatingPointError(self.update.unchanged(f"the loss of step {self.step + 1} is {loss}"))
-        norm, overflowed = self.update.apply(self.parallel.sync, self.step + 1)
-        return StepResult(loss, norm, samples, overflowed)
+        return loss, self.update.apply(self.parallel.sync, self.step + 1)
 
     def _losses(self, micro: MicroBatch) -> Tensor:
         # Random numbers of the model (dropout) also depend on the micro-batch and not on the rank.
         torch.manual_seed(self.data.encoded.seed_of(micro.samples[0]))
         batch = self.data.batch(micro)
         noised = self.objective(batch.latents, batch.generators)
-        prediction = self._predict(self.parallel.sync.transformer, noised.latents, noised.timesteps, batch.conditions)
-        return batch.weighted(sample_losses(prediction, noised, batch.mask))
-
-    def _predict(self, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
-        dtype = AUTOCAST.get(self.config.model.mixed_precision)
-        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
-            return self.family.predict(self.pipe, model, latents, timesteps, conditions)
-
-    def _held_out_loss(self) -> float | None:
-        """The loss of held-out samples with the weights that would be saved, where it is due. Collective."""
-        due = self.step % self.config.output.validation_steps == 0 or self.step == self.data.steps
-        if self.held_out is None or not due:
-            return None
-        with self.update.averaged():
-            # Not DistributedDataParallel's, in which the forwards of ranks belong together.
-            return self.held_out.measure(partial(self._predict, self.model))
+        is_half = self.config.model.mixed_precision == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16) if is_half else nullcontext():
+            prediction = self.family.predict(
+                self.pipe, self.parallel.sync.transformer, noised.latents, noised.timesteps, batch.conditions
+            )
+        return sample_losses(prediction, noised, batch.mask)
 
     # --- state -------------------------------------------------------------------------------------------
 
@@ -382,17 +316,17 @@ class Trainer:
             return []
         facts = on_first(self.mesh.world, lambda: checkpoint_facts(folder))
         now = run_settings(self.config, self.data.digest)
-        found: Differences = on_first(
+        changed = on_first(
             self.mesh.world,
             lambda: run_differences(facts.get("settings", {}), now, self.config.output.resume_allow_changed),
         )
         self.step = self.state.load(self.checkpoints, folder, facts)
         if self._report_preparing is not None:
-            self._report_preparing(ResumeReport.of(folder.name, self.step, self.data.steps, found))
-        else:
-            for one in found.changed if self.speaks else ():
-                logger.warning("%s: %s", folder.name, one)
-        return list(found.changed)
+            self._report_preparing(ResumeReport.of(folder.name, self.step, self.data.steps, changed))
+        elif self.speaks:
+            for sentence in changed:
+                logger.warning("%s: %s", folder.name, sentence)
+        return changed
 
     def close(self) -> None:
         """Restore the pipeline, with its trained weights. Collective."""

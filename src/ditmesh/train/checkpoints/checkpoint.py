@@ -34,8 +34,6 @@ from ...errors import InputError
 MANIFEST = "manifest.json"
 # A rank's file is assembled in memory before it is written.
 MAX_SHARD_BYTES = 2 << 30
-# torch's warning when a single process saves.
-_ALONE = "torch.distributed is disabled"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 logger = logging.getLogger(__name__)
@@ -88,7 +86,7 @@ class Checkpoints:
             with _one_process_is_meant():
                 save(
                     state,
-                    storage_writer=_writer(part, _tensor_bytes(state)),
+                    storage_writer=_writer(part, state),
                     process_group=self._group,
                     no_dist=self._mesh.world_size == 1,
                 )
@@ -198,7 +196,14 @@ class Checkpoints:
         Raises:
             InputError: it is no checkpoint.
         """
-        return on_first(self._mesh.world, lambda: _names_in(folder))
+
+        def names_in() -> set[str]:
+            try:
+                return set(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+            except Exception as error:
+                raise InputError(f"{folder} is not a checkpoint to resume from: {error}") from error
+
+        return on_first(self._mesh.world, names_in)
 
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
@@ -210,7 +215,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _one_process_is_meant() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _ALONE)
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
@@ -249,33 +254,12 @@ def _cause(error: BaseException) -> str:
     return said.splitlines()[-1] if said else type(error).__name__
 
 
-def _tensor_bytes(state: dict[str, Any]) -> dict[str, int]:
-    """Bytes of every tensor of ``state``, by its name in a checkpoint."""
-    return {".".join(str(cast(Any, key).key) for key in path): v.nbytes for path, v in tree_flatten_with_path(state)[0]}
-
-
-def _writer(folder: Path, sizes: dict[str, int]) -> HuggingFaceStorageWriter:
-    """A writer of tensors into a folder: every rank writes its share, in files of a few GB.
-
-    Args:
-        sizes: bytes of the tensors, by name, in the same order on every rank.
-    """
+def _writer(folder: Path, state: dict[str, Any]) -> HuggingFaceStorageWriter:
+    """A writer of tensors into a folder: every rank writes its share, in files of a few GB."""
     places, file, filled = dict[str, int](), 1, 0
-    for name, size in sizes.items():
-        if filled and filled + size > MAX_SHARD_BYTES:
+    for path, tensor in tree_flatten_with_path(state)[0]:
+        if filled and filled + tensor.nbytes > MAX_SHARD_BYTES:
             file, filled = file + 1, 0
-        filled += size
-        places[name] = file
+        filled += tensor.nbytes
+        places[".".join(str(cast(Any, key).key) for key in path)] = file
     return HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=places, save_distributed=True)
-
-
-def _names_in(folder: Path) -> set[str]:
-    """The names of everything in a checkpoint.
-
-    Raises:
-        InputError: a file is not one of a checkpoint.
-    """
-    try:
-        return set(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
-    except Exception as error:
-        raise InputError(f"{folder} is not a checkpoint to resume from: {error}") from error

@@ -10,24 +10,6 @@ from typing import Any
 from ...errors import InputError
 from .folder import AT_ONCE, NO_MATTER, OTHER_WEIGHTS
 
-# Mappings of which entries come and go.
-OPEN_MAPPINGS = {"optimizer_args"}
-# They control resuming, and do not affect training; accumulation follows from the batch.
-UNSAID = {"resume_from_checkpoint", "resume_allow_changed", "global_batch_size"}
-
-
-@dataclass(frozen=True)
-class Differences:
-    """The differences from the checkpoint's run, a sentence each.
-
-    Attributes:
-        changed: what changes the curve from this step on.
-        harmless: what does not.
-    """
-
-    changed: tuple[str, ...]
-    harmless: tuple[str, ...]
-
 
 @dataclass(frozen=True)
 class ResumeReport:
@@ -36,47 +18,37 @@ class ResumeReport:
     lines: tuple[str, ...]
 
     @staticmethod
-    def of(checkpoint: str, step: int, steps: int, found: Differences) -> ResumeReport:
+    def of(checkpoint: str, step: int, steps: int, changed: Iterable[str]) -> ResumeReport:
         """The report of a run that goes on after ``step`` of ``steps``."""
         lines = [f"resuming from {checkpoint}: {step} of {steps} steps are done"]
-        lines += [f"  changes the curve: {one}" for one in found.changed]
-        lines += [f"  harmless: {one}" for one in found.harmless]
-        if len(lines) == 1:
-            lines.append("  all settings are those of the checkpoint")
-        return ResumeReport(tuple(lines))
+        return ResumeReport((*lines, *(f"  changes the curve: {sentence}" for sentence in changed)))
 
 
-def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable[str]) -> Differences:
-    """The differences of a resumed run from its checkpoint.
+def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable[str]) -> list[str]:
+    """A sentence for every difference of a resumed run from its checkpoint that changes its curve from this step on.
 
     Args:
         before, now: as `run_settings` returns them.
         allowed: settings that may differ although they change the training.
 
     Raises:
-        InputError: settings differ that change which samples are learned from, or which weights there are; names all
-            of them, with the way out.
+        InputError: settings differ that change the samples or the weights; names all of them, with the way out.
     """
     allowed = {*allowed}
-    if before.get("use_ema") is False:
-        # Of an earlier version.
-        before = {**before, "ema_decay": None}
     changed: list[str] = []
-    harmless: list[str] = []
     refused: list[str] = []
     ask: list[str] = []
     for name, old, new in _differing(before, now):
         top = name.partition(".")[0]
         said = f"{name} was {_short(old)} and is {_short(new)}"
         if name in NO_MATTER or top in NO_MATTER:
-            if top not in UNSAID:
-                harmless.append(said)
-        elif name in OTHER_WEIGHTS or (name == "ema_decay" and None in (old, new)):
+            continue
+        if name in OTHER_WEIGHTS or (name == "ema_decay" and None in (old, new)):
             raise InputError(
                 f"{said}: the checkpoint has states of other weights; set {name} to {_short(old)}, or begin a run in "
                 "another output_dir"
             )
-        elif name in AT_ONCE or top in AT_ONCE:
+        if name in AT_ONCE or top in AT_ONCE:
             changed.append(f"{said} from this step on")
         elif {name, top, *({"global_batch_size"} if name == "batch" else ())} & allowed:
             changed.append(f"{said} from this step on (allowed)")
@@ -94,7 +66,7 @@ def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: 
             f"{'; '.join(refused)}, or allow {'it' if len(refused) == 1 else 'them'} with "
             f"resume_allow_changed: [{', '.join(ask)}]"
         )
-    return Differences(tuple(changed), tuple(harmless))
+    return changed
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
@@ -104,7 +76,8 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
         if name not in before or before[name] == new:
             continue
         old = before[name]
-        if isinstance(old, Mapping) and isinstance(new, Mapping) and f"{prefix}{name}" not in OPEN_MAPPINGS:
+        # Entries of arguments come and go.
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and name != "optimizer_args":
             found += _differing(old, new, f"{prefix}{name}.")
         else:
             found.append((f"{prefix}{name}", old, new))

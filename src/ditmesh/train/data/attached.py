@@ -1,13 +1,13 @@
 """Images that belong to a sample beside its own: a mask of the loss, reference images of edit and control models.
 
-They have the image's name in a folder of their own. Reference images can also be named by a column of a listing, by a
-key of the JSON file beside an image, or by the suffix in a tar (``0001.before.png``).
+They have the image's name in a folder of their own. Reference images can also be named by a column of a listing or a
+table.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -20,7 +20,7 @@ from ...errors import InputError
 from ...media.files import open_part
 from ...media.images import IMAGE_SUFFIXES, image_size, read_image, read_mask
 from ..settings import SampleSettings
-from .inside import DataFolder
+from .files import files_in
 
 Read = TypeVar("Read")
 
@@ -30,30 +30,21 @@ MOST_ASKEW = 0.02
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes of an image: a file, a part of one, or a function's result.
+    """The bytes of an image: a file, or a function's result.
 
     Attributes:
         name: for messages.
         file: where the bytes are.
-        offset, length: of the bytes in the file; the whole file when length is -1.
-        content: reads the bytes from somewhere else.
+        content: reads the bytes from inside of the file; None: they are the file.
     """
 
     name: str
     file: Path
-    offset: int = 0
-    length: int = -1
     content: Callable[[], bytes] | None = field(default=None, compare=False, repr=False)
 
     def open(self) -> BinaryIO:
-        """The bytes, opened for reading.
-
-        Raises:
-            InputError: they cannot be read.
-        """
-        if self.content is not None:
-            return BytesIO(self.content())
-        return open_part(self.file, self.name, self.offset, self.length)
+        """The bytes, opened for reading. Raises `InputError` if they cannot be read."""
+        return open_part(self.file, self.name) if self.content is None else BytesIO(self.content())
 
     def picture(self) -> Image.Image:
         """The image, upright sRGB. Raises `OSError` if it is corrupt."""
@@ -83,42 +74,24 @@ class Part:
         with self.open() as file:
             return image_size(file, self.name)
 
+    def renamed(self, prefix: str) -> Part:
+        """The part with a prefix before its name."""
+        return replace(self, name=f"{prefix}{self.name}")
+
 
 @dataclass(frozen=True)
 class SampleImages:
-    """The images that belong to a sample.
-
-    Attributes:
-        mask: of the loss; None: all of the image counts.
-        references: for the transformer's conditions.
-    """
+    """The images that belong to a sample: a mask of the loss (None: all counts), and one for its conditions."""
 
     mask: Part | None = None
-    references: tuple[Part, ...] = ()
-
-    def check(self, size: tuple[int, int]) -> None:
-        """Reject images that cannot be read, and masks of another shape than their image of (height, width) pixels.
-
-        Raises:
-            InputError: one sentence.
-        """
-        for reference in self.references:
-            reference.size()
-        if self.mask is None:
-            return
-        height, width = self.mask.size()
-        if abs(height * size[1] / (width * size[0]) - 1) > max(MOST_ASKEW, 1 / min(*size, height, width)):
-            raise InputError(
-                f"it has {size[1]} x {size[0]} pixels, and its mask {self.mask.name} {width} x {height}, which is "
-                "another shape; draw the mask over the image"
-            )
+    reference: Part | None = None
 
 
 class AttachedImages:
     """Finds the images that belong to the samples of a data set.
 
     Attributes:
-        column: the column or key that names reference images; None: none does.
+        column: the column that names a reference image; None: none does.
         unmasked: names of samples without a mask, in a data set that has masks.
 
     Raises:
@@ -137,57 +110,44 @@ class AttachedImages:
         """True if a folder is one of them: the files in it are no samples."""
         return bool(self._places) and Path(folder).resolve() in self._places
 
-    def named(self, row: Mapping[str, Any], find: Callable[[str], str | None], where: str) -> list[str]:
-        """Names of the reference images that a row of a listing, or the keys of a JSON file, gives.
-
-        Args:
-            row: columns and values.
-            find: the name of a file below the data set's folder by its name in the row; None: it does not exist.
-            where: for messages.
+    def named(self, row: Mapping[str, Any], find: Callable[[str], str | None], where: str) -> str | None:
+        """The name of the reference image that a row of a listing gives; ``find`` makes it of the name there, or None.
 
         Raises:
-            InputError: a file is not there.
+            InputError: it is not there.
         """
         value = None if self.column is None else row.get(self.column)
         if value is None or value == "":
-            return []
-        names = []
-        for file in value if isinstance(value, (list, tuple)) else [value]:
-            name = find(file) if isinstance(file, str) else None
-            if name is None:
-                raise InputError(f"{where}: {self.column} names {str(file)[:80]!r}, which is not there")
-            names.append(name)
-        return names
+            return None
+        name = find(value) if isinstance(value, str) else None
+        if name is None:
+            raise InputError(f"{where}: {self.column} names {str(value)[:80]!r}, which is no image that is there")
+        return name
 
-    def of(self, name: str, references: Sequence[Part], size: tuple[int, int]) -> SampleImages:
-        """The images that belong to a sample.
-
-        Args:
-            references: those that a column names.
-            size: (height, width) of its image, in pixels.
+    def of(self, name: str, reference: Part | None, size: tuple[int, int]) -> SampleImages:
+        """The images that belong to a sample of (height, width) pixels; ``reference``: what a column names.
 
         Raises:
-            InputError: one cannot be read, or there is no reference image; one sentence.
+            InputError: one cannot be read, or there is no reference image, or the mask has another shape; one sentence.
         """
-        if not references and self._references is not None and _stem(name) in self._references:
-            references = [self._references[_stem(name)]]
-        if self._wants_references and not references:
+        stem = os.path.splitext(name)[0]
+        if reference is None and self._references is not None:
+            reference = self._references.get(stem)
+        if self._wants_references and reference is None:
             raise InputError("there is no conditioning image of it")
-        mask = None if self._masks is None else self._masks.get(_stem(name))
+        if reference is not None:
+            reference.size()
+        mask = None if self._masks is None else self._masks.get(stem)
         if self._masks is not None and mask is None:
             self.unmasked.append(name)
-        images = SampleImages(mask, tuple(references))
-        images.check(size)
-        return images
-
-
-def _stem(name: str) -> str:
-    """A sample's name below its folder without suffix; of a tar's entry, its key."""
-    entry = name.rpartition(".tar:")[2]
-    if entry != name:
-        where, _, file = entry.rpartition("/")
-        return f"{where}/{file.partition('.')[0]}".lstrip("/")
-    return os.path.splitext(name)[0]
+        if mask is not None:
+            height, width = mask.size()
+            if abs(height * size[1] / (width * size[0]) - 1) > max(MOST_ASKEW, 1 / min(*size, height, width)):
+                raise InputError(
+                    f"it has {size[1]} x {size[0]} pixels, and its mask {mask.name} {width} x {height}, which is "
+                    "another shape; draw the mask over the image"
+                )
+        return SampleImages(mask, reference)
 
 
 def _files_of(folder: str, setting: str) -> dict[str, Part]:
@@ -195,20 +155,12 @@ def _files_of(folder: str, setting: str) -> dict[str, Part]:
     place = Path(folder)
     if not place.is_dir():
         raise InputError(f"{setting}={folder!r} is no folder")
-    outside: list[str] = []
     images: dict[str, Part] = {}
-    for name in DataFolder(place).files(outside.append):
+    for name in files_in(place):
         if name.lower().endswith(IMAGE_SUFFIXES):
             twin = images.setdefault(os.path.splitext(name)[0], Part(name, place / name))
             if twin.name != name:
                 raise InputError(f"{setting}={folder!r} has {twin.name} and {name} for one image; leave one there")
-    if outside:
-        raise InputError(f"{setting}={folder!r}: {outside[0]}")
     if not images:
         raise InputError(f"{setting}={folder!r} has no image ({', '.join(IMAGE_SUFFIXES)} are looked for)")
     return images
-
-
-def renamed(part: Part, prefix: str) -> Part:
-    """A part with a prefix before its name."""
-    return replace(part, name=f"{prefix}{part.name}")

@@ -1,4 +1,4 @@
-"""Captions and labels of images and videos, from listings (``metadata.jsonl`` and others) and files next to them.
+"""Captions and labels of images and videos, from listings (``metadata.jsonl``, ``.csv``) and files next to them.
 
 Nothing that cannot be read becomes an empty caption: it is refused by file and line.
 """
@@ -13,14 +13,12 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
 from ...media.files import read_whole
 from ...report.formatting import enumerated
-from ...requirements import not_installed
 
 # ``"text"`` (captions) or ``"label"`` (classes).
 By = str
@@ -30,8 +28,8 @@ Words = str | tuple[str, ...] | int | None
 # Columns of a listing that name the file, and those that hold captions, by precedence.
 FILE_COLUMNS = ("file_name", "filename", "file", "image", "image_path", "video", "video_path", "path")
 CAPTION_COLUMNS = ("text", "caption", "prompt")
-# Suffixes of caption files next to an image, by precedence.
-BESIDE = {"text": (".json", ".txt", ".caption"), "label": (".json", ".cls")}
+# Suffixes of files with captions next to an image, by precedence.
+BESIDE = (".txt", ".caption")
 # Maximum bytes of a listing, and of a file next to an image.
 MOST_LISTING, MOST_BESIDE = 2**32, 2**24
 
@@ -44,21 +42,6 @@ def decoded(content: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         number = body[: error.start].count(b"\n") + 1
         raise InputError(f"{name} line {number} is not UTF-8 ({error.reason}); save the file as UTF-8") from None
-
-
-def parsed(text: str, name: str) -> Any:
-    """Parsed JSON, without keys that are there twice. Raises `InputError`."""
-    try:
-        return json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{name} is not JSON ({error})") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) < len(keys):
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
-    return dict(pairs)
 
 
 def caption(value: Any, where: str) -> str | tuple[str, ...] | None:
@@ -108,8 +91,7 @@ class CaptionColumn:
 
     Attributes:
         by: a caption, or a label.
-        column: its key or column as it is configured; None: the first of `CAPTION_COLUMNS` that a source has, or
-            ``label``.
+        column: its column as it is configured; None: the first of `CAPTION_COLUMNS` that a source has, or ``label``.
     """
 
     by: By
@@ -124,6 +106,37 @@ class CaptionColumn:
     def value(self, value: Any, where: str) -> Words:
         """A value for training. Raises `InputError`."""
         return caption(value, where) if self.by == "text" else label(value, where, self.column or "label")
+
+
+@dataclass(frozen=True)
+class SampleWords:
+    """The caption or label of a sample (None: nothing), and where it stands: column and file, or a suffix."""
+
+    words: Words = None
+    source: str = ""
+
+    def check_against(self, other: SampleWords) -> None:
+        """Reject words that are others in another place. Raises `InputError`."""
+        if None not in (self.words, other.words) and str(self.words).strip() != str(other.words).strip():
+            raise InputError(f"{self.source} and {other.source} say different things; leave one there")
+
+
+def read_beside(files: Mapping[str, str], folder: Path) -> SampleWords:
+    """Read the files beside an image that have its caption; their names by suffix are relative to the folder.
+
+    Raises:
+        InputError: one of them cannot be read, or they contradict one another.
+    """
+    first = SampleWords()
+    for kind, name in sorted(files.items(), key=lambda file: BESIDE.index(file[0])):
+        path = folder / name
+        # An empty file is an empty caption.
+        is_empty = path.is_file() and not path.stat().st_size
+        content = b"" if is_empty else read_whole(path, name, MOST_BESIDE)
+        words = SampleWords(caption(decoded(content, name).strip(), name), kind)
+        first.check_against(words)
+        first = words if first.words is None else first
+    return first
 
 
 # --- listings ---------------------------------------------------------------------------------------------------
@@ -144,23 +157,14 @@ class Listing:
     columns: list[str] = field(default_factory=list)
 
 
-def is_listing(name: str) -> bool:
-    """True if a file of this name is read as a listing: one of imagefolder's."""
-    stem, dot, kind = name.lower().rpartition(".")
-    return stem == "metadata" and dot + kind in _READERS
-
-
 def read_listing(path: Path, name: str) -> Listing:
-    """Read JSON lines, CSV or parquet.
-
-    Args:
-        name: of the listing, for messages.
+    """Read JSON lines or CSV.
 
     Raises:
         InputError: it cannot be read as a whole, or no line of it can.
     """
     listing = Listing()
-    for where, row in _READERS[path.suffix.lower()](path, name):
+    for where, row in LISTINGS[path.name.lower()](decoded(read_whole(path, name, MOST_LISTING), name), name):
         if isinstance(row, str):
             listing.problems.append(row)
             continue
@@ -171,8 +175,9 @@ def read_listing(path: Path, name: str) -> Listing:
             continue
         file = row[key]
         if not isinstance(file, str) or not file.strip():
-            value = "an image itself" if isinstance(file, Mapping) else json.dumps(file, default=str)[:80]
-            listing.problems.append(f"{where}: {key} is {value}, and the name of a file is read")
+            listing.problems.append(
+                f"{where}: {key} is {json.dumps(file, default=str)[:80]}, and the name of a file is read"
+            )
             continue
         listing.columns += [column for column in row if column != key and column not in listing.columns]
         listing.lines.append((where, file, row))
@@ -185,28 +190,35 @@ def read_listing(path: Path, name: str) -> Listing:
 _Rows = Iterator[tuple[str, Mapping[str, Any] | str]]
 
 
-def _json_lines(path: Path, name: str) -> _Rows:
+def _json_lines(text: str, name: str) -> _Rows:
     # Other characters that Python splits lines at (U+2028, U+0085, form feeds) are part of a caption.
-    for number, line in enumerate(decoded(read_whole(path, name, MOST_LISTING), name).split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         where = f"{name} line {number}"
         if not line.strip():
             continue
         try:
-            row = parsed(line, where)
-        except InputError as error:
-            row = str(error)
+            row = json.loads(line, object_pairs_hook=_object)
+        except (ValueError, RecursionError) as error:
+            row = f"{where} is not JSON ({error})"
         yield where, row if isinstance(row, (dict, str)) and row else f"{where} is no JSON object"
 
 
-def _csv(path: Path, name: str) -> _Rows:
-    text = io.StringIO(decoded(read_whole(path, name, MOST_LISTING), name), newline="")
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return dict(pairs)
+
+
+def _csv(text: str, name: str) -> _Rows:
     # Strict: otherwise an unclosed quotation mark puts all later lines into one caption.
-    reader = csv.reader(text, strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         columns = [cell.strip() for cell in next(reader, [])]
         if len(set(columns)) < len(columns):
             raise InputError(f"{name} has a column twice ({', '.join(columns)})")
-        _check_columns(columns, name)
+        if not set(columns) & set(FILE_COLUMNS):
+            raise InputError(f"{name} has no column file_name (it has {', '.join(columns)[:200]})")
         for cells in reader:
             where = f"{name} line {reader.line_num}"
             if cells and len(cells) != len(columns):
@@ -217,92 +229,5 @@ def _csv(path: Path, name: str) -> _Rows:
         raise InputError(f"{name} line {reader.line_num} is no row of a table ({error})") from None
 
 
-def _parquet(path: Path, name: str) -> _Rows:
-    if find_spec("pyarrow") is None:
-        raise InputError(not_installed(f"reading {name}", "pyarrow", "data"))
-    import pyarrow.parquet  # pyright: ignore[reportMissingImports]
-
-    try:
-        # Opened here first, because opening a pipe would block.
-        table = pyarrow.parquet.ParquetFile(io.BytesIO(read_whole(path, name, MOST_LISTING)))
-        # Images themselves are read from tables of other names.
-        kinds = {column.name: str(column.type) for column in table.schema_arrow}
-        columns = [
-            column for column, kind in kinds.items() if not kind.startswith(("struct", "binary", "large_binary"))
-        ]
-        _check_columns(columns, name)
-        rows = (row for batch in table.iter_batches(columns=columns) for row in batch.to_pylist())
-        for number, row in enumerate(rows, 1):
-            yield f"{name} row {number}", row
-    except InputError:
-        raise
-    except Exception as error:
-        # An untrusted file can raise any exception.
-        raise InputError(f"{name} is no parquet file that can be read ({str(error)[:200]})") from None
-
-
-def _check_columns(columns: Sequence[str], name: str) -> None:
-    if not set(columns) & set(FILE_COLUMNS):
-        raise InputError(f"{name} has no column file_name (it has {', '.join(columns)[:200]})")
-
-
-_READERS: dict[str, Callable[[Path, str], _Rows]] = {".jsonl": _json_lines, ".csv": _csv, ".parquet": _parquet}
-
-
-# --- files beside an image --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SampleWords:
-    """The caption or label of a sample, and where it stands.
-
-    Attributes:
-        words: caption or label; None: nothing.
-        source: column and file, or the suffix of the file beside the image.
-        columns: keys of a JSON file in which none of the wanted ones was found.
-        row: the JSON file's keys and values.
-    """
-
-    words: Words = None
-    source: str = ""
-    columns: tuple[str, ...] = ()
-    row: Mapping[str, Any] = field(default_factory=dict)
-
-    def check_against(self, other: SampleWords) -> None:
-        """Reject words that are others in another place. Raises `InputError`."""
-        if None not in (self.words, other.words) and str(self.words).strip() != str(other.words).strip():
-            raise InputError(f"{self.source} and {other.source} say different things; leave one there")
-
-
-def read_beside(files: Mapping[str, tuple[str, Callable[[], bytes]]], wanted: CaptionColumn) -> SampleWords:
-    """Read the files beside an image that describe it.
-
-    Args:
-        files: by suffix: name, for messages, and what reads it.
-
-    Raises:
-        InputError: one of them cannot be read, or they contradict one another.
-    """
-    first = SampleWords()
-    for kind in BESIDE[wanted.by]:
-        if kind not in files:
-            continue
-        name, read = files[kind]
-        text = decoded(read(), name)
-        if kind == ".json":
-            row = parsed(text, name)
-            if not isinstance(row, dict):
-                raise InputError(f"{name} is no JSON object")
-            column = wanted.among(list(row))
-            if column is not None:
-                first = SampleWords(wanted.value(row[column], name), f"{column} in .json", row=row)
-                continue
-            first = SampleWords(columns=tuple(row), row=row)
-            if wanted.column is not None and wanted.by == "text":
-                # A configured column is not replaced by another one.
-                return first
-            continue
-        words = SampleWords(wanted.value(text.strip(), name), kind, row=first.row)
-        first.check_against(words)
-        first = words if first.words is None else first
-    return first
+# The names of listings, as imagefolder has them, and their readers.
+LISTINGS: dict[str, Callable[[str, str], _Rows]] = {"metadata.jsonl": _json_lines, "metadata.csv": _csv}

@@ -18,13 +18,13 @@ from ...report.formatting import count, enumerated
 from ..settings import DataConfig
 from .attached import AttachedImages, Part
 from .captions import By, CaptionColumn, SampleWords
-from .folder_names import FolderRepeats
-from .inside import DataFolder
+from .files import files_in
 from .samples import SOME, Sample, Samples, is_nothing
+from .wording import triggered
 
 # Folders beside one that is called train, which are not trained on.
 OTHER_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
-# Columns and keys in a sentence.
+# Columns in a sentence.
 MOST_COLUMNS = 16
 
 
@@ -33,15 +33,13 @@ class Collection:
     """The samples of a data set while they are read.
 
     Attributes:
-        repeats: of the folders of its files.
-        columns: of listings, and keys of JSON files, among which the wanted one was not.
+        columns: of listings and tables, among which the wanted one was not.
         unread: names of files that nothing is made of.
     """
 
     config: DataConfig
     by: By
     advance: Callable[[int], None] | None = None
-    repeats: FolderRepeats = field(default_factory=FolderRepeats)
     good: list[Sample] = field(default_factory=list)
     corrupt: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -51,7 +49,6 @@ class Collection:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.config.train_data_dir)
-        self.inside = DataFolder(self.folder)
         self.wanted = CaptionColumn(self.by, self.config.caption_column)
         self.attached = AttachedImages(self.config)
 
@@ -78,43 +75,32 @@ class Collection:
                     self.corrupt.append(f"{path} is a folder, not a file")
             return [name for name in folders if name not in others]
 
-        return self.inside.files(self.corrupt.append, unreadable, choose)
+        return files_in(self.folder, unreadable, choose)
 
     def add(
         self,
         name: str,
         words: SampleWords,
         part: Part,
-        references: Sequence[Part] = (),
+        reference: Part | None = None,
         opened: BinaryIO | None = None,
     ) -> None:
-        """Add a sample, or the reason for which it is none.
-
-        Args:
-            references: images that a column names for it.
-            opened: its bytes, where they are read already.
-        """
+        """Add a sample, or the reason for which it is none; ``opened``: its bytes, where they are read already."""
         if self.advance is not None:
             self.advance(len(self.good) + len(self.corrupt) + 1)
         try:
             with part.open() if opened is None else opened as file:
                 size = (image_size if self.config.num_frames is None else frame_size)(file, name)
-            attached = self.attached.of(name, references, size)
+            attached = self.attached.of(name, reference, size)
         except InputError as error:
             self.leave_out(name, error)
             return
-        self.note_columns(words.columns)
-        if is_nothing(words.words) and self.by == "text":
-            words = self._default_caption(name) or words
+        if is_nothing(words.words) and self.by == "text" and self.config.instance_prompt is not None:
+            words = SampleWords(self.config.instance_prompt, "instance_prompt")
         if words.words is not None:
             self.sources[words.source] += 1
-        self.good.append(Sample(name, words.words, size, part, attached, repeats=self.repeats.of(name)))
-
-    def _default_caption(self, name: str) -> SampleWords | None:
-        if self.config.instance_prompt is not None:
-            return SampleWords(self.config.instance_prompt, "instance_prompt")
-        words = self.repeats.caption(name)
-        return None if words is None else SampleWords(words, "folder names")
+        worded = triggered(words.words, self.config.trigger_word)
+        self.good.append(Sample(name, worded, size, part, attached))
 
     def leave_out(self, name: str, error: InputError) -> None:
         """Note that a sample cannot be trained."""
@@ -146,7 +132,7 @@ class Collection:
             numbers = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common(8))
             self.notes.append(f"files that are not read: {numbers} ({enumerated(self.unread, SOME)})")
         if not self.good:
-            looked_for = f"; files of {', '.join(self.kinds)} or tars of them are looked for"
+            looked_for = f"; files of {', '.join(self.kinds)} are looked for"
             raise InputError(
                 f"{self.config.train_data_dir!r} has no {'image' if self.config.num_frames is None else 'video'} that "
                 f"can be read{f' ({self.corrupt[0]})' if self.corrupt else looked_for}"
@@ -161,6 +147,6 @@ class Collection:
             return
         if not any(source.startswith(f"{column} in ") for source in self.sources):
             raise InputError(
-                f"caption_column={column!r} is not in {self.config.train_data_dir!r}; its columns and keys are "
+                f"caption_column={column!r} is not in {self.config.train_data_dir!r}; its columns are "
                 f"{', '.join(self.columns)}; name one of them"
             )

@@ -22,11 +22,7 @@ from ..settings import SampleSettings
 
 
 def buckets_of(sizes: Sequence[tuple[int, int]], config: SampleSettings) -> list[tuple[int, int]]:
-    """The bucket of every sample: the one of the nearest shape.
-
-    Args:
-        sizes: (height, width) of the samples' files, in pixels.
-        config: the run, with ``resolution`` or ``aspect_ratio_buckets``.
+    """The bucket of every sample, (height, width) in pixels: the one of the nearest shape.
 
     Raises:
         ConfigError: ``aspect_ratio_buckets`` are no sizes.
@@ -62,9 +58,8 @@ def bucket_sizes(config: SampleSettings) -> list[tuple[int, int]]:
 class DrawnSample:
     """A sample in one step.
 
-    Attributes:
-        number: how many were drawn before it; with the seed it decides noise, noise level, mirroring and whether the
-            caption is left out.
+    ``number`` is how many were drawn before it; with the seed it decides noise, noise level, mirroring and whether the
+    caption is left out.
     """
 
     index: int
@@ -73,44 +68,20 @@ class DrawnSample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward.
-
-    Attributes:
-        samples: fewer than usual at the end of an epoch; as many class images of prior preservation follow.
-        size: (height, width) in pixels, of all of them.
-        prior: how many of the samples are class images.
-    """
+    """Samples of one forward, fewer than usual at the end of an epoch, and their size: (height, width) in pixels."""
 
     samples: tuple[DrawnSample, ...]
     size: tuple[int, int]
-    prior: int = 0
 
     @property
     def count(self) -> int:
-        """Samples without class images, over which the loss is a mean."""
-        return len(self.samples) - self.prior
+        """The number of samples, over which the loss is a mean."""
+        return len(self.samples)
 
     @property
     def cost(self) -> float:
         """The relative cost of the micro-batch: its pixels."""
         return float(len(self.samples) * self.size[0] * self.size[1])
-
-
-@dataclass(frozen=True)
-class SampleSets:
-    """The data sets that samples are of.
-
-    Attributes:
-        numbers: of every sample's data set.
-        weights: how often an epoch has each sample of a data set, without class images.
-        prior: number of the data set of class images; None: there is none.
-        repeats: of every sample, times its data set's weight; empty: 1. Class images have none.
-    """
-
-    numbers: tuple[int, ...]
-    weights: tuple[float, ...] = (1.0,)
-    prior: int | None = None
-    repeats: tuple[int, ...] = ()
 
 
 class SampleOrder:
@@ -124,7 +95,11 @@ class SampleOrder:
         seed: of the permutations.
         micro: samples of a micro-batch.
         per_step: micro-batches of an optimizer step.
-        sets: the data sets; None: one.
+        sources: the number of every sample's data set; None: there is one.
+        weights: how often an epoch has each sample of a data set.
+
+    Attributes:
+        per_epoch, samples: micro-batches and samples of an epoch.
     """
 
     def __init__(
@@ -133,39 +108,24 @@ class SampleOrder:
         seed: int,
         micro: int,
         per_step: int,
-        sets: SampleSets | None = None,
+        sources: Sequence[int] | None = None,
+        weights: Sequence[float] = (1.0,),
     ) -> None:
-        sets = SampleSets((0,) * len(sizes)) if sets is None else sets
+        sources = [0] * len(sizes) if sources is None else sources
         self._rows: dict[tuple[int, int], list[_Row]] = {}
-        self._class_images: dict[tuple[int, int], _Row] = {}
-        for size in sorted(set(sizes)):
-            for source in sorted(set(sets.numbers)):
-                places = [
-                    i for i, (s, n) in enumerate(zip(sizes, sets.numbers, strict=True)) if (s, n) == (size, source)
-                ]
-                if not places:
-                    continue
-                if source == sets.prior:
-                    self._class_images[size] = _Row(np.array(places), 1.0, seed, source)
-                else:
-                    if sets.repeats:
-                        places = [place for place in places for _ in range(sets.repeats[place])]
-                    row = _Row(np.array(places), sets.weights[source], seed, source)
-                    self._rows.setdefault(size, []).append(row)
+        for size, source in sorted(set(zip(sizes, sources, strict=True))):
+            places = [i for i, pair in enumerate(zip(sizes, sources, strict=True)) if pair == (size, source)]
+            self._rows.setdefault(size, []).append(_Row(np.array(places), weights[source], seed, source))
         self._seed, self._micro, self.per_step = seed, micro, per_step
-        self._has_prior = sets.prior is not None
         lengths = [sum(row.count for row in rows) for rows in self._rows.values()]
         self.per_epoch = sum(-(-length // micro) for length in lengths)
-        self._samples = sum(lengths)
+        self.samples = sum(lengths)
         self._epoch = -1
         self._row: list[MicroBatch] = []
 
-    def of_sets(self, count: int) -> list[int]:
-        """The number of samples of each of ``count`` data sets in an epoch, without class images."""
-        found = [0] * count
-        for row in (row for rows in self._rows.values() for row in rows):
-            found[row.source] += row.count
-        return found
+    def of_set(self, number: int) -> int:
+        """The samples that an epoch has of a data set."""
+        return sum(row.count for rows in self._rows.values() for row in rows if row.source == number)
 
     def step(self, number: int) -> list[MicroBatch]:
         """The micro-batches of one optimizer step."""
@@ -188,30 +148,15 @@ class SampleOrder:
         for size, rows in self._rows.items():
             shuffled = random.permutation(np.concatenate([row.of_epoch(epoch) for row in rows]))
             groups += [(shuffled[i : i + self._micro], size) for i in range(0, len(shuffled), self._micro)]
-        # Class images are numbered after the samples of an epoch.
-        number = epoch * self._samples * (1 + self._has_prior)
-        given = dict.fromkeys(self._rows, 0)
+        number = epoch * self.samples
         for place in random.permutation(len(groups)):
             indices, size = groups[place]
-            drawn = [DrawnSample(int(i), number + n) for n, i in enumerate(indices)]
-            if self._has_prior:
-                first = epoch * sum(row.count for row in self._rows[size]) + given[size]
-                beside = self._class_images[size].at(first, len(indices))
-                drawn += [DrawnSample(i, number + self._samples + n) for n, i in enumerate(beside)]
-                given[size] += len(indices)
-            yield MicroBatch(tuple(drawn), size, len(indices) * self._has_prior)
+            yield MicroBatch(tuple(DrawnSample(int(i), number + n) for n, i in enumerate(indices)), size)
             number += len(indices)
 
 
 class _Row:
-    """The samples of one data set in one bucket, as often as its weight says: whole, and a part that moves on.
-
-    Args:
-        places: numbers of the samples.
-        weight: how often an epoch has each.
-        seed: of the run.
-        source: number of the data set.
-    """
+    """The samples of one data set in one bucket, as often as its weight says: whole, and a part that moves on."""
 
     def __init__(self, places: np.ndarray, weight: float, seed: int, source: int) -> None:
         self._places, self._seed, self.source = places, seed, source
@@ -243,7 +188,6 @@ def shares(batches: Sequence[MicroBatch], speeds: Sequence[float], equal_counts:
     what data ranks exchange during a backward pass.
 
     Args:
-        batches: of one step.
         speeds: of the ranks, relative to one another.
         equal_counts: every rank gets as many: where each forward is a collective of all data ranks.
 

@@ -1,8 +1,8 @@
-"""Reads a data set on disk: a folder of images or videos, WebDataset tars, or tables of the ``datasets`` package.
+"""Reads a data set on disk: a folder of images or videos, or tables of the ``datasets`` package.
 
-A folder follows Hugging Face's imagefolder: a listing (``metadata.jsonl``, ``.csv`` or ``.parquet``, in any folder
-below) with ``file_name`` and a caption or label; or files of the same name beside each image. A tar follows WebDataset:
-files of one sample share their name up to the first dot. Only heads of files are read, and no image is decoded.
+A folder follows Hugging Face's imagefolder: a listing (``metadata.jsonl`` or ``.csv``, in any folder below) with
+``file_name`` and a caption or label; or files of the same name beside each image. Only heads of files are read, and no
+image is decoded.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from .collection import Collection
 from .folder import FolderReader
 from .samples import Samples
 from .tables import read_table, table_files
-from .tars import TarReader
 
 
 def read_samples(config: DataConfig, by: By, advance: Callable[[int], None] | None = None) -> Samples:
     """Read the names, captions and sizes of a data set.
 
     Args:
-        config: where it is.
         by: ``"text"`` or ``"label"``.
         advance: called with the number of samples that have been looked at so far.
 
@@ -36,14 +34,14 @@ def read_samples(config: DataConfig, by: By, advance: Callable[[int], None] | No
         raise InputError(f"train_data_dir={config.train_data_dir!r} is no folder")
     collection = Collection(config, by, advance)
     files = collection.files()
-    tars = [name for name in files if name.lower().endswith(".tar")]
-    tables = table_files(collection, files)
+    if any(name.lower().endswith(".tar") for name in files):
+        raise InputError(
+            f"{config.train_data_dir!r} has tars, which are not read; unpack them, or make a table of them: "
+            "datasets.load_dataset('webdataset', data_files=[...])['train'].save_to_disk(FOLDER)"
+        )
+    tables = table_files(collection.folder, files)
     if tables is not None:
         read_table(collection, tables)
-    elif tars:
-        collection.unread += [name for name in files if not name.lower().endswith(".tar")]
-        for name in tars:
-            TarReader(collection, name).read()
     else:
         FolderReader(collection, files).read()
     return collection.samples()

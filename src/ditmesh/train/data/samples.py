@@ -15,7 +15,7 @@ from ...media.videos import read_frames
 from ...report.formatting import count, enumerated
 from ..settings import DataConfig
 from .attached import Part, SampleImages
-from .captions import BESIDE, By, Words
+from .captions import By, Words
 
 # Names in a sentence, and the largest ratio of a scaled image's pixels to those of its crop.
 SOME, MOST_SPARE = 3, 16
@@ -26,13 +26,12 @@ class Sample:
     """One image or video.
 
     Attributes:
-        name: for messages: its file, or tar and file.
+        name: for messages: its file, or its row.
         words: caption, several of which one is drawn, label, or None.
         size: (height, width) of the upright image, in pixels.
         part: the place of its bytes.
         attached: its mask and reference images.
         source: number of its data set.
-        repeats: how often an epoch has it, by the name of its folder.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Sample:
     part: Part
     attached: SampleImages = field(default_factory=SampleImages)
     source: int = 0
-    repeats: int = 1
 
     def picture(self) -> Image.Image:
         """The decoded image, upright sRGB. Raises `OSError` if it is corrupt."""
@@ -87,7 +85,7 @@ class Samples:
         corrupt: a sentence for each that was skipped.
         notes: what else there is to know, such as files that are not read.
         sources: how many captions or labels come from where.
-        columns: of listings, and keys of JSON files, among which the wanted column is not.
+        columns: of listings and tables, among which the wanted column is not.
         by: ``"text"`` or ``"label"``.
     """
 
@@ -107,15 +105,14 @@ class Samples:
     def _noun(self) -> str:
         return "caption" if self.by == "text" else "label"
 
-    def report(self, held_out: int | None = None) -> DataReport:
-        """The report of used and skipped files before a run; ``held_out`` samples are measured and not trained on."""
+    def report(self) -> DataReport:
+        """The report of used and skipped files before a run."""
         sources = ", ".join(f"{number} of {source}" for source, number in self.sources)
         missing = self.without
         lines = [
             f"data: {count(len(self.good), 'sample')}",
             f"  with {self._noun}: {len(self.good) - len(missing)}" + (f" ({sources})" if sources else ""),
             f"  without {self._noun}: {len(missing)}" + (f" ({enumerated(missing, SOME)})" if missing else ""),
-            *([] if held_out is None else [f"  held out to measure the loss on: {count(held_out, 'sample')}"]),
             f"  skipped: {len(self.corrupt)}",
             *(f"    {sentence}" for sentence in self.corrupt[:SOME]),
         ]
@@ -129,11 +126,11 @@ class Samples:
             return
         if len(self.without) < len(self.good):
             return
-        columns = f" (columns and keys that are there: {', '.join(self.columns)})" if self.columns else ""
+        columns = f" (columns that are there: {', '.join(self.columns)})" if self.columns else ""
         raise InputError(
             f"none of {count(len(self.good), 'sample')} in {config.train_data_dir!r} has a {self._noun}{columns}"
             + "".join(f"; {sentence}" for sentence in (*self.notes, *self.corrupt[:1]))
-            + f"; name their column with caption_column, write files {', '.join(BESIDE[self.by])} beside them, or "
+            + "; name their column with caption_column, list them in metadata.jsonl, or "
             "set proportion_empty_prompts: 1 to train without"
         )
 

@@ -1,4 +1,4 @@
-"""Samples of data sets of the ``datasets`` package: folders of ``save_to_disk``, parquet or arrow files with images.
+"""Samples of data sets of the ``datasets`` package: folders of ``save_to_disk``, and parquet files with images.
 
 Nothing is downloaded: files on disk are read, and the image's bytes are decoded as those of every other file.
 """
@@ -6,7 +6,7 @@ Nothing is downloaded: files on disk are read, and the image's bytes are decoded
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from io import BytesIO
@@ -18,23 +18,21 @@ from ...media.files import read_whole
 from ...media.images import IMAGE_SUFFIXES
 from ...requirements import not_installed
 from .attached import Part
-from .captions import SampleWords, is_listing
+from .captions import SampleWords
 from .collection import Collection
+from .files import name_inside
 
 # Files of `save_to_disk`: of one split, and of several.
 _ONE, _SEVERAL = ("state.json", "dataset_info.json"), "dataset_dict.json"
-_TABLES = (".parquet", ".arrow")
 
 
-def table_files(collection: Collection, files: Sequence[str]) -> list[Path] | None:
+def table_files(folder: Path, files: Sequence[str]) -> list[Path] | None:
     """The tables of a data set of the ``datasets`` package; empty: it was saved whole; None: it is no such data set."""
-    folder = collection.folder
     if (folder / _SEVERAL).is_file() or all((folder / name).is_file() for name in _ONE):
         return []
-    if any(name.lower().endswith((*IMAGE_SUFFIXES, ".tar")) for name in files):
+    if any(name.lower().endswith(IMAGE_SUFFIXES) for name in files):
         return None
-    tables = [name for name in files if name.lower().endswith(_TABLES) and not is_listing(os.path.basename(name))]
-    return [folder / name for name in tables if (folder / name).is_file()] or None
+    return [folder / name for name in files if name.lower().endswith(".parquet")] or None
 
 
 def read_table(collection: Collection, files: Sequence[Path]) -> None:
@@ -43,27 +41,29 @@ def read_table(collection: Collection, files: Sequence[Path]) -> None:
     Raises:
         InputError: the package is not installed, the files cannot be read, or a column is not there.
     """
-    folder, config, wanted = collection.folder, collection.config, collection.wanted
+    config, wanted = collection.config, collection.wanted
     if config.num_frames is not None:
-        raise InputError(f"num_frames: videos are read from files, and {str(folder)!r} is a table")
+        raise InputError(f"num_frames: videos are read from files, and {str(collection.folder)!r} is a table")
     rows = _Rows(collection, files)
-    image, names = rows.image_column(), list(rows.table.features)
+    names = list(rows.table.features)
     column = wanted.among(names)
     if column is None:
         collection.note_columns(names)
     beside = collection.attached.column if collection.attached.column in names else None
-    columns = dict.fromkeys(name for name in (image, column, beside) if name is not None)
+    columns = dict.fromkeys(name for name in (rows.image, column, beside) if name is not None)
     for row, values in enumerate(rows.table.select_columns(list(columns))):
         name = f"row {row}"
         try:
-            content = rows.content(row, image)
+            content = rows.content(row, rows.image)
             words = None if column is None else wanted.value(values[column], name)
         except InputError as error:
             collection.leave_out(name, error)
             continue
-        references = [] if beside is None else list(rows.parts(row, beside, values[beside]))
-        part = Part(name, rows.file, 0, len(content), partial(rows.content, row, image))
-        collection.add(name, SampleWords(words, f"{column} in the table"), part, references, BytesIO(content))
+        reference = None
+        if beside is not None and values[beside] is not None:
+            reference = Part(f"{name}, {beside}", rows.file, partial(rows.content, row, beside))
+        part = Part(name, rows.file, partial(rows.content, row, rows.image))
+        collection.add(name, SampleWords(words, f"{column} in the table"), part, reference, BytesIO(content))
 
 
 class _Rows:
@@ -71,11 +71,12 @@ class _Rows:
 
     Attributes:
         table: the data set with undecoded images.
+        image: the column of the images that are trained.
         file: the newest of its files.
     """
 
     def __init__(self, collection: Collection, files: Sequence[Path]) -> None:
-        self._folder, self._config, self._inside = collection.folder, collection.config, collection.inside
+        self._folder = collection.folder
         if find_spec("datasets") is None:
             raise InputError(not_installed(f"the data set {str(self._folder)!r}", "datasets", "data"))
         import datasets  # pyright: ignore[reportMissingImports]
@@ -86,7 +87,7 @@ class _Rows:
             self.file = max(names, key=lambda path: path.stat().st_mtime_ns)
             features = self.table.features.items()
             # Files that other programs wrote do not say that bytes are images.
-            self._images = [name for name, kind in features if isinstance(kind, datasets.Image) or _holds_bytes(kind)]
+            images = [name for name, kind in features if isinstance(kind, datasets.Image) or _holds_bytes(kind)]
             for name, kind in features:
                 # Of sounds and videos too: decoding opens what their paths name.
                 inner: Any = getattr(kind, "feature", None)
@@ -101,38 +102,23 @@ class _Rows:
             raise InputError(
                 f"{str(self._folder)!r} cannot be read by the package datasets ({first_line(error)[:200]})"
             ) from None
-
-    def image_column(self) -> str:
-        """The column with the images that are trained. Raises `InputError` if there is none, or several might be."""
-        names = [name for name in self._images if name != self._config.conditioning_image_column]
-        if "image" in names:
-            return "image"
-        if len(names) != 1:
-            which = f"several columns of images ({', '.join(names)})" if names else "no column of images"
+        images = [name for name in images if name != collection.config.conditioning_image_column]
+        if "image" not in images and len(images) != 1:
+            which = f"several columns of images ({', '.join(images)})" if images else "no column of images"
             raise InputError(f"{str(self._folder)!r} has {which}; call one image")
-        return names[0]
+        self.image = "image" if "image" in images else images[0]
 
-    def content(self, row: int, column: str, place: int | None = None) -> bytes:
-        """The bytes of an image, or of that at a place of a list. Raises `InputError` if there are none."""
+    def content(self, row: int, column: str) -> bytes:
+        """The bytes of an image. Raises `InputError` if there are none."""
         value = self.table.select_columns([column])[row][column]
-        value = value if place is None else value[place]
         if isinstance(value, bytes):
             return value
         if isinstance(value, Mapping):
             if value.get("bytes"):
                 return value["bytes"]
             if value.get("path"):
-                return read_whole(self._inside.check(value["path"], f"row {row}: {value['path']!r}"), f"row {row}")
+                return read_whole(self._folder / name_inside(self._folder, value["path"]), f"row {row}")
         raise InputError(f"row {row} has no image in {column}")
-
-    def parts(self, row: int, column: str, value: Any) -> Iterator[Part]:
-        """The images of a row in a column, or in the list there."""
-        name = f"row {row}, {column}"
-        if isinstance(value, (list, tuple)):
-            for number in range(len(value)):
-                yield Part(f"{name}.{number}", self.file, content=partial(self.content, row, column, number))
-        elif value is not None:
-            yield Part(name, self.file, content=partial(self.content, row, column))
 
 
 def _saved(collection: Collection) -> Any:
@@ -148,7 +134,7 @@ def _saved(collection: Collection) -> Any:
             collection.notes.append(f"splits that are not trained on: {', '.join(others)}")
         table = table[name]
     for file in table.cache_files:
-        collection.inside.check(os.path.abspath(file["filename"]), f"a file of {folder!r}")
+        name_inside(collection.folder, os.path.abspath(file["filename"]))
     return table
 
 
@@ -158,13 +144,7 @@ def _of_files(collection: Collection, files: Sequence[Path]) -> Any:
     train = [path for path in files if "train" in str(path.relative_to(collection.folder)).lower()]
     if train and len(train) < len(files):
         collection.notes.append(f"files that are not trained on, beside those of train: {len(files) - len(train)}")
-    names: list[Any] = [str(path) for path in train or files]
-    kinds = {os.path.splitext(name)[1].lower() for name in names}
-    if len(kinds) > 1:
-        raise InputError(f"{str(collection.folder)!r} has parquet and arrow files; leave one kind there")
-    if kinds == {".parquet"}:
-        return datasets.Dataset.from_parquet(names)
-    return datasets.concatenate_datasets([datasets.Dataset.from_file(name) for name in names])
+    return datasets.Dataset.from_parquet(cast(Any, [str(path) for path in train or files]))
 
 
 def _holds_bytes(kind: Any) -> bool:

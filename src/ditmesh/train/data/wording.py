@@ -1,7 +1,4 @@
-"""The caption that a sample is trained with: one of several, with a trigger word, tags shuffled or left out.
-
-Random choices are drawn from a generator of the sample's own, so that it does not depend on the ranks.
-"""
+"""The caption that a sample is trained with: one of several, with a trigger word."""
 
 from __future__ import annotations
 
@@ -9,64 +6,34 @@ import inspect
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..settings import DataConfig
+from .captions import Words
 
 # As ai-toolkit's captions have it.
 TRIGGER = "[trigger]"
 
 
-@dataclass(frozen=True)
-class Wording:
-    """The rules by which a data set's captions become those that are trained."""
+def triggered(words: Words, trigger: str | None) -> Words:
+    """Captions with a trigger word; labels and missing captions as they are."""
+    if isinstance(words, tuple):
+        return tuple(str(triggered(text, trigger)) for text in words)
+    if trigger is None or not isinstance(words, str) or not words.strip():
+        return words
+    if TRIGGER in words:
+        return words.replace(TRIGGER, trigger)
+    return words if trigger in words else f"{trigger}, {words}"
 
-    config: DataConfig
 
-    def variants(self, said: Any) -> tuple[Any, ...]:
-        """All captions that a sample can have; of labels and missing captions the one, as it is.
+def chosen(words: Words, seed: int) -> int:
+    """The number of the caption that is drawn among several; 0 for one."""
+    return int(random.Random(seed).random() * len(words)) if isinstance(words, tuple) else 0
 
-        With tags that are shuffled or left out, those with all tags in their order.
-        """
-        every = said if isinstance(said, tuple) else (said,)
-        return tuple(self._triggered(one) if isinstance(one, str) and one.strip() else one for one in every)
 
-    def drawn(self, said: Any, seed: int) -> Any:
-        """The caption of a sample in one step.
-
-        Args:
-            said: caption, several, label or None.
-            seed: of the sample in this step.
-        """
-        chance = random.Random(seed)
-        if isinstance(said, tuple):
-            said = said[self.chosen(said, seed)]
-        if not self.config.varies_tags or not isinstance(said, str) or not said.strip():
-            return self.variants(said)[0]
-        # A choice among several captions is drawn from the same seed, and in the same way without tags.
-        chance.random()
-        return self._varied(self._triggered(said), chance)
-
-    def chosen(self, said: Any, seed: int) -> int:
-        """The number of the caption that is drawn among several; 0 for one."""
-        return int(random.Random(seed).random() * len(said)) if isinstance(said, tuple) else 0
-
-    def _triggered(self, text: str) -> str:
-        word = self.config.trigger_word
-        if word is None or TRIGGER in text:
-            return text if word is None else text.replace(TRIGGER, word)
-        return text if word in text else f"{word}, {text}"
-
-    def _varied(self, text: str, chance: random.Random) -> str:
-        config = self.config
-        tags = [tag.strip() for tag in text.split(",")]
-        kept, rest = tags[: config.keep_tokens], tags[config.keep_tokens :]
-        if config.shuffle_tags:
-            chance.shuffle(rest)
-        if config.tag_dropout:
-            rest = [tag for tag in rest if chance.random() >= config.tag_dropout]
-        return ", ".join([*kept, *rest])
+def captions_of(words: Words) -> tuple[Any, ...]:
+    """All captions that a sample can have; of labels and missing captions the one, as it is."""
+    return words if isinstance(words, tuple) else (words,)
 
 
 def long_captions(pipe: Any, config: DataConfig, captions: Sequence[tuple[str, str]]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,11 @@ from .trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = (
-    *("step", "loss", "lr", "grad_norm", "samples_per_second", "seconds", "overflowed", "loss_scale"),
-    "validation_loss",
-)
+COLUMNS = ("step", "loss", "lr", "grad_norm", "samples_per_second", "seconds")
 
 
 class TrainingLog:
-    """The log of a run, written by one rank.
-
-    Args:
-        config: the run; ``loss.csv`` and TensorBoard's files go to its output folder.
-        from_step: rows of this step and later ones are dropped: they belong to a run that was lost.
-    """
+    """The log of a run, written by one rank; rows from step ``from_step`` on belong to a run that was lost."""
 
     def __init__(self, config: TrainConfig, from_step: int) -> None:
         self._path = Path(config.output_dir) / "loss.csv"
@@ -36,22 +27,18 @@ class TrainingLog:
         with written_whole(self._path) as part, part.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
-            writer.writerows(map(_written, rows))
+            writer.writerows(rows)
         self._trackers = Trackers(config, from_step)
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Append one step. If it cannot be written (a full disk), the row is missing and a warning is shown.
-
-        Args:
-            row: `COLUMNS`; ``validation_loss`` is NaN where it was not measured.
-        """
+        """Append `COLUMNS` of a step. If they cannot be written (a full disk), the row is missing, with a warning."""
         row = {name: row[name] for name in COLUMNS}
         try:
             with self._path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, COLUMNS).writerow(_written(row))
+                csv.writer(file).writerow(row.values())
         except OSError as error:
             logger.warning("step %d is missing in %s: %s", row["step"], self._path, error)
-        self._trackers.log({n: v for n, v in row.items() if n != "step" and not math.isnan(v)}, int(row["step"]))
+        self._trackers.log({name: value for name, value in row.items() if name != "step"}, int(row["step"]))
 
     def pictures(self, step: int, files: Mapping[str, Path]) -> None:
         """Show validation images in trackers."""
@@ -62,26 +49,14 @@ class TrainingLog:
         self._trackers.close()
 
 
-def average_used(config: TrainConfig) -> str | None:
-    """The average of the weights that is validated and saved; None: the weights of the last step are."""
-    if config.optimizer.ema_decay is not None:
-        return "moving average of the weights"
-    return "schedule-free average of the weights" if "schedulefree" in config.optimizer.name.lower() else None
-
-
-def _written(row: Mapping[Any, float]) -> dict[Any, Any]:
-    return {name: "" if name == "validation_loss" and math.isnan(value) else value for name, value in row.items()}
-
-
 def read_log(path: Path) -> list[dict[Any, float]]:
-    """The rows of a ``loss.csv``; an incomplete last line is left out. Missing measurements are NaN."""
+    """The rows of a ``loss.csv``; an incomplete last line is left out."""
     if not path.exists():
         return []
     rows: list[dict[Any, float]] = []
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             try:
-                row["validation_loss"] = row["validation_loss"] or "nan"
                 rows.append({name: float(row[name]) for name in COLUMNS})
             except (TypeError, ValueError, KeyError):
                 continue

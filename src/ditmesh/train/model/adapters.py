@@ -1,4 +1,4 @@
-"""Adapters in training: where they go, frozen ones below them, and how they are saved."""
+"""Adapters in training: where they go, and how they are saved."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ...errors import ConfigError, InputError, did_you_mean, first_line, shortened
-from ...generate.files import adapter, usual_lora
+from ...errors import ConfigError, InputError, did_you_mean, first_line
+from ...generate.files import usual_lora
 from ...generate.lora_files import COMPONENT, METADATA
 from ...generate.lora_names import original_layers, takes_comfyui_names
-from ...generate.loras import activate, adapted, adapters_of, load_lora, loras_of, pipeline_has
+from ...generate.loras import activate, adapted, adapters_of, pipeline_has
 from ...requirements import not_installed
 from ..config import SECOND, LoraConfig, TrainConfig
-from .frozen import freeze, weights_in_state_dicts
+from .frozen import freeze
 
 logger = logging.getLogger(__name__)
 
 # The name of the adapter that is trained.
 TRAINED = "default"
-# The attention projections of text encoders in transformers, as diffusers' training scripts adapt them.
-ENCODER_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj")
 # The adapter in ComfyUI's names.
 COMFYUI_FILE = "comfyui.safetensors"
 
@@ -40,30 +38,20 @@ COMFYUI_FILE = "comfyui.safetensors"
 def targets_of(model: nn.Module, lora: LoraConfig) -> list[str] | str:
     """The linear layers of a transformer with an adapter, as peft takes them: names, or a regular expression.
 
-    Args:
-        model: the transformer, perhaps without memory for its weights.
-        lora: its settings.
-
     Raises:
         ConfigError: it has no such layers; names those that there are.
     """
-    linear, wanted = _linears(model), lora.target_modules
+    # torch's own attention reads the weights of its projections.
+    heads = tuple(f"{name}." for name, one in model.named_modules() if isinstance(one, nn.MultiheadAttention))
+    linear = [name for name, one in model.named_modules() if isinstance(one, nn.Linear) and not name.startswith(heads)]
+    wanted = lora.target_modules
     if lora.comfyui and not takes_comfyui_names(model):
         raise ConfigError(
             f"lora.comfyui=True: ComfyUI's names for {type(model).__name__} are not known here; leave it out"
         )
-    if isinstance(wanted, str):
-        if wanted == "all-linear":
-            return _exactly(linear, model)
-        fitting = _matching(wanted, linear)
-        if not fitting:
-            raise ConfigError(
-                f"lora.target_modules={wanted!r} is the whole name of no linear layer of {type(model).__name__}; begin "
-                f"it with .* or give a list: it has {_in_short(linear)}"
-            )
-        # peft tries a pattern with the names of all modules.
-        return _exactly(fitting, model)
-    missing = [target for target in wanted if not any(_ends(name, target) for name in linear)]
+    if wanted == "all-linear":
+        return _exactly(linear, model)
+    missing = [target for target in wanted if not any(name == target or name.endswith(f".{target}") for name in linear)]
     if "target_modules" not in lora.model_fields_set and len(missing) == len(wanted):
         found = _projections(model, linear)
         if not found:
@@ -83,23 +71,6 @@ def targets_of(model: nn.Module, lora: LoraConfig) -> list[str] | str:
     return list(wanted)
 
 
-def _matching(pattern: str, names: list[str]) -> list[str]:
-    """The names that a pattern of the user fits, as a whole. Raises `ConfigError` if it is no pattern."""
-    try:
-        return [name for name in names if re.fullmatch(pattern, name)]
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ConfigError(f"lora.target_modules={pattern!r} is no regular expression ({error})") from None
-
-
-def _linears(model: nn.Module) -> list[str]:
-    own = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not name.startswith(tuple(own))
-    ]
-
-
 def _projections(model: nn.Module, linear: Iterable[str]) -> list[str]:
     """Linear layers inside attention modules: those with a processor, as diffusers makes them, or with the name."""
     homes = tuple(
@@ -107,7 +78,7 @@ def _projections(model: nn.Module, linear: Iterable[str]) -> list[str]:
         for name, module in model.named_modules()
         if name and (hasattr(module, "processor") or "Attention" in type(module).__name__)
     )
-    return [name for name in linear if homes and name.startswith(homes)]
+    return [name for name in linear if name.startswith(homes)]
 
 
 def _exactly(names: Iterable[str], model: nn.Module) -> str:
@@ -118,10 +89,6 @@ def _exactly(names: Iterable[str], model: nn.Module) -> str:
     if {name for name, _ in model.named_modules() if re.fullmatch(short, name)} == wanted:
         return short
     return "|".join(map(re.escape, sorted(wanted)))
-
-
-def _ends(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
 
 
 def _in_short(names: Iterable[str]) -> str:
@@ -160,149 +127,51 @@ def peft_config(lora: LoraConfig, targets: list[str] | str) -> Any:
 # --- checks before anything is loaded -----------------------------------------------------------------------------
 
 
-def encoders_with_lora(kind: type[Any]) -> list[str]:
-    """The text encoders of a pipeline class into which diffusers loads a LoRA."""
-    known = getattr(kind, "_lora_loadable_modules", None) or ()
-    return [name for name in known if name.startswith("text_encoder")]
-
-
 def check_modules(kind: type[Any], config: TrainConfig) -> None:
     """Reject adapters that cannot be loaded again.
 
     Raises:
         ConfigError: naming the module.
     """
-    assert config.lora is not None
-    others = [name for name in config.model.train_modules if name != config.denoiser]
-    known = encoders_with_lora(kind)
+    if others := [name for name in config.model.train_modules if name != config.denoiser]:
+        raise ConfigError(f"train_modules: lora adapts the transformer alone; leave {others[0]} out")
     if config.denoiser == SECOND and SECOND not in (getattr(kind, "_lora_loadable_modules", None) or ()):
         raise ConfigError(f"train_modules: diffusers loads no adapter into {SECOND} of {kind.__name__}; leave it out")
-    for name in others:
-        if name not in known:
-            there = f"it loads them into transformer{''.join(f', {one}' for one in known)}"
-            raise ConfigError(
-                f"train_modules: diffusers loads no adapter into {name} of {kind.__name__} ({there}); leave it out"
-            )
-    if others and config.lora.comfyui:
-        raise ConfigError(
-            f"lora.comfyui=True: ComfyUI's names of {others[0]} are not known here; leave one of lora.comfyui and "
-            "train_modules out"
-        )
-    if others and config.lora.type != "lora":
-        raise ConfigError(
-            f"lora.type={config.lora.type!r}: diffusers loads plain LoRA alone into {others[0]}; take type: lora, or "
-            "leave train_modules out"
-        )
-
-
-def check_base(lora: LoraConfig) -> None:
-    """Reject ``base_lora`` that is not there.
-
-    Raises:
-        InputError: naming the file.
-    """
-    for text in lora.base_lora:
-        _base(text)
-
-
-def _base(text: str) -> tuple[Path, float]:
-    try:
-        file = adapter("lora", text)
-    except InputError as error:
-        raise InputError(str(error).replace("--lora", "lora.base_lora:", 1)) from None
-    return Path(file.path), file.scale
 
 
 # --- adapters on a pipeline ---------------------------------------------------------------------------------------
 
 
 def add_adapters(pipe: Any, config: TrainConfig) -> None:
-    """Put the adapters of a run on a pipeline's modules, over ``base_lora``; only the new ones want gradients.
+    """Put the adapters of a run on a pipeline's transformer; only they want gradients.
 
     The weights below them are put into the form of ``base_precision``.
 
     Raises:
         ConfigError: they do not fit the model.
-        InputError: peft is not installed, or ``base_lora`` cannot be read.
+        InputError: peft is not installed.
     """
     lora = config.lora
     assert lora is not None
     check_modules(type(pipe), config)
     # Whole weights say which layers there are, not layers with adapters.
     model = getattr(pipe, config.denoiser)
-    targets: dict[str, list[str] | str] = {
-        name: targets_of(model, lora) if name == config.denoiser else list(ENCODER_TARGETS)
-        for name in config.model.train_modules
-    }
-    below = _load_base(pipe, lora, config.denoiser)
+    targets = targets_of(model, lora)
     if not config.quantises_slices:
         freeze(model, config.model.base_precision)
-    for name, where in targets.items():
-        _add(getattr(pipe, name), peft_config(lora, where))
-    for _, part in adapted(pipe):
-        activate(part, adapters_of(part), {**below, TRAINED: 1.0})
-        for path, parameter in part.named_parameters():
-            parameter.requires_grad_(TRAINED in path.split("."))
-
-
-def _add(model: nn.Module, config: Any) -> None:
     try:
         if hasattr(model, "add_adapter"):
-            cast(Any, model).add_adapter(config, TRAINED)
+            model.add_adapter(peft_config(lora, targets), TRAINED)
         else:
             from peft import inject_adapter_in_model
 
-            inject_adapter_in_model(config, model, TRAINED)
+            inject_adapter_in_model(peft_config(lora, targets), model, TRAINED)
     except ValueError as error:
-        said = first_line(error)
-        if "Target module" in said and "not supported" in said and adapters_of(model):
-            said = "an adapter of another type is below it; set lora.fuse_base_lora: true"
-        raise ConfigError(f"lora: {said}") from None
-
-
-def _load_base(pipe: Any, lora: LoraConfig, denoiser: str) -> dict[str, float]:
-    """Load ``base_lora``; the names of those that stay beside the weights, with their scales."""
-    below: dict[str, float] = {}
-    for number, text in enumerate(lora.base_lora):
-        file, scale = _base(text)
-        name = f"base{number}"
-        try:
-            with weights_in_state_dicts(getattr(pipe, denoiser)):
-                note = load_lora(pipe, file, name, denoiser if denoiser == SECOND else None)
-        except MemoryError:
-            raise
-        except InputError as error:
-            raise InputError(f"lora.base_lora: {str(file)!r} {error}") from error
-        except Exception as error:  # An untrusted file can raise any exception.
-            said = shortened(error, 300)
-            raise InputError(
-                f"lora.base_lora: {str(file)!r} cannot be loaded into {type(pipe).__name__} ({said})"
-            ) from error
-        if not any(name in names for names in loras_of(pipe).values()):
-            raise InputError(f"lora.base_lora: {str(file)!r} adapts no layer of {type(pipe).__name__}; leave it out")
-        if note is not None:
-            logger.warning("lora.base_lora: %s", note)
-        below[name] = scale
-    if lora.fuse_base_lora:
-        _fuse(pipe, below)
-        return {}
-    return below
-
-
-def _fuse(pipe: Any, scales: Mapping[str, float]) -> None:
-    from diffusers.utils.peft_utils import recurse_remove_peft_layers
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+        raise ConfigError(f"lora: {first_line(error)}") from None
     for _, part in adapted(pipe):
-        own = adapters_of(part)
-        activate(part, own, scales)
-        for layer in part.modules():
-            if isinstance(layer, BaseTunerLayer):
-                cast(Any, layer).merge(adapter_names=own)
-        recurse_remove_peft_layers(part)
-        del cast(Any, part).peft_config
-        if hasattr(part, "_hf_peft_config_loaded"):
-            cast(Any, part)._hf_peft_config_loaded = False
+        activate(part, adapters_of(part), {TRAINED: 1.0})
+        for path, parameter in part.named_parameters():
+            parameter.requires_grad_(TRAINED in path.split("."))
 
 
 # --- saving -------------------------------------------------------------------------------------------------------
@@ -311,48 +180,34 @@ def _fuse(pipe: Any, scales: Mapping[str, float]) -> None:
 def save_adapters(pipe: Any, weights: Mapping[str, Tensor], config: TrainConfig, folder: Path) -> None:
     """Save the trained adapters in diffusers' format, with their settings, and in ComfyUI's names if that is set.
 
-    The scale is in the weights: programs that do not read the settings take it for 1.
-
-    Where diffusers has no method to load adapters into a transformer of this class, they are saved for peft's
-    ``PeftModel.from_pretrained`` as well.
-
-    Args:
-        pipe: with the adapters.
-        weights: trained, by name in the pipeline, whole.
-        folder: exists.
+    The scale is in the weights, which are whole here: programs that do not read the settings take it for 1.
     """
     from peft import get_peft_model_state_dict
 
-    kind = type(pipe)
-    layers: dict[str, dict[str, Tensor]] = {}
-    about: dict[str, dict[str, Any]] = {}
-    for name in config.model.train_modules:
-        own = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}
-        model = getattr(pipe, name)
-        found = get_peft_model_state_dict(model, own, TRAINED)
-        about[name] = _as_json(model.peft_config[TRAINED].to_dict())
-        layers[name] = {path: value.contiguous() for path, value in _with_scale(found, about[name]).items()}
+    kind, name = type(pipe), config.denoiser
+    model = getattr(pipe, name)
+    own = {path.removeprefix(f"{name}."): value for path, value in weights.items()}
+    about = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in model.peft_config[TRAINED].to_dict().items()
+    }
+    layers = _with_scale(get_peft_model_state_dict(model, own, TRAINED), about)
+    layers = {path: value.contiguous() for path, value in layers.items()}
     if config.lora is not None and config.lora.comfyui:
-        given = dict(_in_comfyui_names(getattr(pipe, config.denoiser), layers[config.denoiser]))
-        save_file(given, folder / COMFYUI_FILE, {"format": "pt"})
+        save_file(dict(_in_comfyui_names(model, layers)), folder / COMFYUI_FILE, {"format": "pt"})
+    file = folder / usual_lora()
     if pipeline_has(kind):
         # Files for either of two transformers have one form: `load_into_transformer_2` says which one it is for.
-        short = {name: "transformer" if name == SECOND else name for name in layers}
-        given = {f"{short[name]}_lora_layers": value for name, value in layers.items()}
-        kind.save_lora_weights(
-            str(folder), **given, **{f"{short[name]}_lora_adapter_metadata": value for name, value in about.items()}
-        )
-        if config.denoiser == SECOND:
-            _name_component(folder / usual_lora(), SECOND)
+        more: dict[str, Any] = {"transformer_lora_layers": layers, "transformer_lora_adapter_metadata": about}
+        kind.save_lora_weights(str(folder), **more)
+        if name == SECOND:
+            with safe_open(file, "pt") as saved:
+                told, tensors = saved.metadata() or {}, {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118
+            save_file(tensors, file, {**told, COMPONENT: SECOND})
         return
-    packed = {f"transformer.{path}": value for path, value in layers["transformer"].items()}
-    told = {f"transformer.{key}": value for key, value in about["transformer"].items()}
-    save_file(packed, folder / usual_lora(), {"format": "pt", METADATA: json.dumps(told, indent=2, sort_keys=True)})
-    if not hasattr(pipe.transformer, "load_lora_adapter"):
-        prefixed = {f"base_model.model.{path}": value for path, value in layers["transformer"].items()}
-        save_file(prefixed, folder / "adapter_model.safetensors", {"format": "pt"})
-        text = json.dumps({**about["transformer"], "inference_mode": True}, indent=2, sort_keys=True)
-        (folder / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
+    packed = {f"transformer.{path}": value for path, value in layers.items()}
+    told = {f"transformer.{key}": value for key, value in about.items()}
+    save_file(packed, file, {"format": "pt", METADATA: json.dumps(told, indent=2, sort_keys=True)})
 
 
 def _with_scale(weights: Mapping[str, Tensor], about: dict[str, Any]) -> Mapping[str, Tensor]:
@@ -375,7 +230,9 @@ def _in_comfyui_names(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterat
             continue
         left.difference_update(own)
         ups = [weights[f"{part}.lora_B.weight"] if part in own else None for part in layer.parts]
-        rows = [_outputs(model, part) if up is None else len(up) for part, up in zip(layer.parts, ups, strict=True)]
+        # An adapter's layer says how many outputs it has as the linear layer below it does.
+        modules = [cast(Any, model.get_submodule(part)) for part in layer.parts]
+        rows = [getattr(module, "base_layer", module).out_features for module in modules]
         down = torch.cat([weights[f"{part}.lora_A.weight"] for part in own])
         whole, top, column = down.new_zeros(sum(rows), len(down)), 0, 0
         for up, length in zip(ups, rows, strict=True):
@@ -392,19 +249,3 @@ def _pair(name: str, down: Tensor, up: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield f"diffusion_model.{name}.lora_A.weight", down.contiguous()
     yield f"diffusion_model.{name}.lora_B.weight", up.contiguous()
     yield f"diffusion_model.{name}.alpha", torch.tensor(float(len(down)))
-
-
-def _outputs(model: nn.Module, path: str) -> int:
-    layer = cast(Any, model.get_submodule(path))
-    return getattr(layer, "base_layer", layer).out_features
-
-
-def _name_component(file: Path, component: str) -> None:
-    """Note in an adapter's file which transformer of two it is for."""
-    with safe_open(file, "pt") as found:
-        told, tensors = found.metadata() or {}, {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
-    save_file(tensors, file, {**told, COMPONENT: component})
-
-
-def _as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}

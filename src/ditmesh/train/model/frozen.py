@@ -1,20 +1,19 @@
 """Frozen weights in fewer bits, below adapters in float32.
 
 A linear layer keeps its weight in a quantised form, in plain tensors, and computes in the dtype of its input (or of
-autocast): in the forward and again in the backward pass the weight is dequantised, some rows at a time, and given back.
-Nothing but the quantised form stays for the backward pass, as in QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
-Quantisers are those of bitsandbytes (NF4) and torchao (int8, float8).
+autocast): in the forward and again in the backward pass the weight is dequantised, and given back. Nothing but the
+quantised form stays for the backward pass, as in QLoRA (Dettmers et al. 2023, arXiv:2305.14314). Quantisers are those
+of bitsandbytes (NF4) and torchao (int8, float8).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from math import gcd
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,110 +30,30 @@ from ..config import SECOND, TrainConfig
 # Linear layers outside of blocks are quantised where both sides are at least so wide: the projections from and to
 # latents are small, and what they lose every token loses.
 WIDE = 1024
-# Numbers of a weight that are dequantised at a time.
-PIECE = 1 << 23
 # Numbers with one scale in NF4, and scales with one scale.
 BLOCK, SCALES = 64, 256
 
 QUANTISATION_PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
-CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# The parts of a weight, and what makes the weight, (out, in), of them in a dtype.
+Parts = Mapping[str, Tensor]
+Restore = Callable[[Parts, torch.dtype], Tensor]
 
 
-class Form(Protocol):
-    """The form in which the parts of a weight make up the weight."""
-
-    @property
-    def step(self) -> int:
-        """Rows can be made from every multiple of this."""
-        ...
-
-    def rows(self, parts: Mapping[str, Tensor], low: int, high: int, dtype: torch.dtype) -> Tensor:
-        """The rows from ``low`` to ``high``, (high - low, in), in ``dtype``."""
-        ...
-
-
-@dataclass(frozen=True)
-class Cast:
-    """A weight in another floating-point dtype; its part is ``W_q``, (out, in)."""
-
-    step: int = 1
-
-    def rows(self, parts: Mapping[str, Tensor], low: int, high: int, dtype: torch.dtype) -> Tensor:
-        return parts["W_q"][low:high].to(dtype)
-
-
-@dataclass(frozen=True)
-class Nf4:
-    """NF4 of bitsandbytes, with scales that are quantised as well.
-
-    Parts: ``W_q`` (two numbers a byte), ``absmax`` (uint8, a scale for every 64), ``absmax2`` (float32, for every 256
-    scales), ``offset`` (their mean) and the tables ``code`` and ``code2``.
-    """
-
-    width: int
-
-    @property
-    def step(self) -> int:
-        return BLOCK * SCALES // gcd(self.width, BLOCK * SCALES)
-
-    def rows(self, parts: Mapping[str, Tensor], low: int, high: int, dtype: torch.dtype) -> Tensor:
-        functional = _bitsandbytes()
-        first, last = low * self.width, high * self.width
-        scales = functional.QuantState(
-            absmax=parts["absmax2"][first // (BLOCK * SCALES) : -(-last // (BLOCK * SCALES))],
-            code=parts["code2"],
-            blocksize=SCALES,
-            dtype=torch.float32,
-        )
-        state = functional.QuantState(
-            absmax=parts["absmax"][first // BLOCK : -(-last // BLOCK)],
-            shape=torch.Size((high - low, self.width)),
-            code=parts["code"],
-            blocksize=BLOCK,
-            quant_type="nf4",
-            dtype=dtype,
-            offset=parts["offset"],
-            state2=scales,
-        )
-        return functional.dequantize_4bit(parts["W_q"][first // 2 : -(-last // 2)].unsqueeze(1), state)
-
-
-@dataclass(frozen=True)
-class TorchAo:
-    """A weight of torchao, by the tensors that it consists of; ``names``: of the parts in torchao, in order."""
-
-    kind: type[Any]
-    names: tuple[str, ...]
-    about: Any
-    shape: tuple[int, int]
-
-    @property
-    def step(self) -> int:
-        return self.shape[0]
-
-    def rows(self, parts: Mapping[str, Tensor], low: int, high: int, dtype: torch.dtype) -> Tensor:
-        inner = dict(zip(self.names, parts.values(), strict=True))
-        tensor = self.kind.__tensor_unflatten__(inner, self.about, self.shape, (self.shape[1], 1))
-        return tensor.dequantize().to(dtype)[low:high]
-
-
-def quantised(weight: Tensor, precision: str) -> tuple[dict[str, Tensor], Form]:
-    """The parts of a weight, and how they are put together.
-
-    Args:
-        weight: (out, in), floating point.
-        precision: a value of ``base_precision``.
-    """
-    if precision in CASTS:
-        return {"W_q": weight.detach().to(CASTS[precision], copy=True)}, Cast()
+def quantised(weight: Tensor, precision: str) -> tuple[dict[str, Tensor], Restore]:
+    """The parts of a weight, (out, in), and how they are put together; ``precision``: a value of ``base_precision``."""
+    if precision == "bf16":
+        return {"W_q": weight.detach().to(torch.bfloat16, copy=True)}, _cast
     weight = weight.detach().float()
     if precision == "nf4":
-        packed, state = _bitsandbytes().quantize_4bit(
+        from bitsandbytes import functional
+
+        packed, state = cast(Any, functional).quantize_4bit(
             weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
         )
         parts = {"W_q": packed.flatten(), "absmax": state.absmax, "absmax2": state.state2.absmax}
         tables = {"offset": state.offset, "code": state.code, "code2": state.state2.code}
-        return parts | tables, Nf4(weight.shape[1])
+        return parts | tables, partial(nf4_weight, weight.shape)
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     layer = nn.Linear(1, 1, bias=False)
@@ -143,16 +62,42 @@ def quantised(weight: Tensor, precision: str) -> tuple[dict[str, Tensor], Form]:
     return _of_torchao(layer.weight)
 
 
-def _of_torchao(tensor: Tensor) -> tuple[dict[str, Tensor], Form]:
+def _cast(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return parts["W_q"].to(dtype)
+
+
+def nf4_weight(shape: torch.Size, parts: Parts, dtype: torch.dtype) -> Tensor:
+    """A weight of bitsandbytes' NF4, with scales that are quantised as well.
+
+    Args:
+        parts: ``W_q`` (two numbers a byte), ``absmax`` (uint8, a scale for every 64), ``absmax2`` (float32, for every
+            256 scales), ``offset`` (their mean) and the tables ``code`` and ``code2``.
+    """
+    from bitsandbytes import functional
+
+    scales = functional.QuantState(absmax=parts["absmax2"], code=parts["code2"], blocksize=SCALES, dtype=torch.float32)
+    state = functional.QuantState(
+        absmax=parts["absmax"],
+        shape=shape,
+        code=parts["code"],
+        blocksize=BLOCK,
+        quant_type="nf4",
+        dtype=dtype,
+        offset=parts["offset"],
+        state2=scales,
+    )
+    return functional.dequantize_4bit(parts["W_q"].unsqueeze(1), state)
+
+
+def _of_torchao(tensor: Tensor) -> tuple[dict[str, Tensor], Restore]:
     names, about = cast(Any, tensor).__tensor_flatten__()
-    parts = {"W_q" if not number else name: getattr(tensor, name) for number, name in enumerate(names)}
-    return parts, TorchAo(type(tensor.data), tuple(names), about, cast("tuple[int, int]", tuple(tensor.shape)))
+    kind, shape = type(tensor.data), tuple(tensor.shape)
 
+    def restore(parts: Parts, dtype: torch.dtype) -> Tensor:
+        inner = dict(zip(names, parts.values(), strict=True))
+        return cast(Any, kind).__tensor_unflatten__(inner, about, shape, (shape[1], 1)).dequantize().to(dtype)
 
-def _bitsandbytes() -> Any:
-    import bitsandbytes.functional
-
-    return bitsandbytes.functional
+    return {"W_q" if not number else name: getattr(tensor, name) for number, name in enumerate(names)}, restore
 
 
 def check_precision(precision: str | None, setting: str = "base_precision") -> None:
@@ -169,26 +114,21 @@ def check_precision(precision: str | None, setting: str = "base_precision") -> N
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer without a gradient of its weight, which it keeps in parts.
+    """A linear layer without a gradient of its weight, which it keeps in parts; its bias is frozen too.
 
     ``W_q`` and ``dequantize`` are the names by which peft asks for the weight (DoRA does).
 
     Args:
-        parts: of the weight.
-        form: how they are put together.
         shape: (out, in).
-        bias: of the layer, frozen.
 
     Attributes:
         weight: of the shape and dtype float32, and without its numbers.
     """
 
-    def __init__(
-        self, parts: Mapping[str, Tensor], form: Form, shape: tuple[int, int], bias: nn.Parameter | None
-    ) -> None:
+    def __init__(self, parts: Parts, restore: Restore, shape: tuple[int, int], bias: nn.Parameter | None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = shape
-        self.form = form
+        self._restore = restore
         # First: models ask the first parameter of some modules for its dtype.
         self.register_parameter("bias", bias)
         self.requires_grad_(False)
@@ -204,18 +144,10 @@ class FrozenLinear(nn.Linear):
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return cast(Tensor, self._like).expand(self.out_features, self.in_features)
 
-    def pieces(self, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
-        """Rows of the weight, from and to, in ``dtype``: some at a time."""
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight, (out, in)."""
         stored = {name: cast(Tensor, getattr(self, name)) for name in self._scalars}
-        parts = {name: value[0] if self._scalars[name] else value for name, value in stored.items()}
-        step = max(1, PIECE // (self.in_features * self.form.step)) * self.form.step
-        for low in range(0, self.out_features, step):
-            high = min(low + step, self.out_features)
-            yield low, high, self.form.rows(parts, low, high, dtype)
-
-    def dequantize(self) -> Tensor:
-        """The weight, (out, in), float32."""
-        return torch.cat([rows for _, _, rows in self.pieces(torch.float32)])
+        return self._restore({name: one[0] if self._scalars[name] else one for name, one in stored.items()}, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
@@ -231,18 +163,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, layer: FrozenLinear, dtype: torch.dtype) -> Tensor:
         ctx.layer, ctx.dtypes = layer, (dtype, value.dtype)
-        value = value.to(dtype)
-        found = [F.linear(value, rows) for _, _, rows in layer.pieces(dtype)]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        return F.linear(value.to(dtype), layer.dequantize(dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
-        (dtype, before), total = ctx.dtypes, None
-        for low, high, rows in ctx.layer.pieces(dtype):
-            part = gradients[0][..., low:high].to(dtype) @ rows
-            total = part if total is None else total.add_(part)
-        return cast(Tensor, total).to(before), None, None
+        dtype, before = ctx.dtypes
+        return (gradients[0].to(dtype) @ ctx.layer.dequantize(dtype)).to(before), None, None
 
 
 # --- models --------------------------------------------------------------------------------------------------------
@@ -266,13 +193,9 @@ def layers_to_freeze(model: nn.Module) -> list[str]:
 
 
 def freeze(model: nn.Module, precision: str | None) -> None:
-    """Keep the weights of a model's linear layers in fewer bits, in place.
+    """Keep the weights of a model's linear layers in fewer bits, in place; None: of torchao's weights alone.
 
     Weights of torchao become layers that keep nothing but them for the backward pass.
-
-    Args:
-        model: whole, without adapters.
-        precision: a value of ``base_precision``; None: of torchao's weights alone.
     """
     there = [name for name, layer in model.named_modules() if _is_torchao_layer(layer)]
     for name in there if precision is None else layers_to_freeze(model):
@@ -282,10 +205,10 @@ def freeze(model: nn.Module, precision: str | None) -> None:
                 f"base_precision={precision!r}: the weights are quantised already "
                 f"({type(layer.weight.data).__name__} of torchao); leave it out"
             )
-        parts, form = quantised(layer.weight, precision) if precision else _of_torchao(layer.weight.data)
+        parts, restore = quantised(layer.weight, precision) if precision else _of_torchao(layer.weight.data)
         # Of a tensor rank's slice the layer's own numbers of features are those of the whole.
         shape = cast("tuple[int, int]", tuple(layer.weight.shape))
-        _replace(model, name, FrozenLinear(parts, form, shape, layer.bias))
+        _replace(model, name, FrozenLinear(parts, restore, shape, layer.bias))
 
 
 def encoders_to_freeze(names: Iterable[str], config: TrainConfig) -> list[str]:
@@ -303,25 +226,6 @@ def freeze_encoders(pipe: Any, config: TrainConfig) -> None:
 
 def _is_torchao_layer(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and type(layer.weight.data).__module__.startswith("torchao.")
-
-
-@contextmanager
-def weights_in_state_dicts(model: nn.Module) -> Iterator[None]:
-    """Let a model's state dict have the weights of its `FrozenLinear` layers, without their numbers.
-
-    diffusers compares an adapter's shapes with them while it loads the adapter.
-    """
-
-    def add(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        state[f"{prefix}weight"] = layer.weight
-
-    layers = [layer for layer in model.modules() if isinstance(layer, FrozenLinear)]
-    hooks = [layer.register_state_dict_post_hook(add) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
@@ -366,7 +270,7 @@ def read_pipeline_frozen(info: ModelInfo, precision: str) -> Any:
 def _read_frozen(kind: type[Any], folder: Path, precision: str) -> nn.Module:
     model = build_empty(kind, folder, None)
     chosen = {f"{name}.weight" for name in layers_to_freeze(model)}
-    made: dict[str, tuple[dict[str, Tensor], Form, tuple[int, int]]] = {}
+    made: dict[str, tuple[dict[str, Tensor], Restore, tuple[int, int]]] = {}
 
     def read(name: str, stored: Any, dtype: torch.dtype) -> Tensor:
         value = stored[...]
@@ -376,7 +280,7 @@ def _read_frozen(kind: type[Any], folder: Path, precision: str) -> nn.Module:
         return torch.empty(0)
 
     model = fill_weights(model, folder, None, None, "cpu", read)
-    for name, (parts, form, shape) in made.items():
+    for name, (parts, restore, shape) in made.items():
         layer = cast(nn.Linear, model.get_submodule(name))
-        _replace(model, name, FrozenLinear(parts, form, shape, layer.bias))
+        _replace(model, name, FrozenLinear(parts, restore, shape, layer.bias))
     return model

@@ -1,15 +1,16 @@
-"""Update of the weights: optimizer, learning rate, loss scale and moving average."""
+"""Update of the weights: optimizer, learning rate, moving average, and checks for finite numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.optimization import get_wsd_schedule
 
@@ -18,29 +19,17 @@ from ...errors import ConfigError
 from ..config import TrainConfig
 from ..gradients.sync import GradientSync
 from ..settings import OptimizerConfig
-from .optimizers import (
-    check_optimizer,
-    finite_parts,
-    make_optimizer,
-    set_rate,
-    turn_to_training,
-    weights_to_use,
-)
-from .precision import LEAST_SCALE, MeshGradScaler, not_finite
+from .optimizers import check_optimizer, finite_parts, make_optimizer
 
 
 class WeightUpdate:
-    """The optimizer of a run with its schedule, loss scale and moving average.
+    """The optimizer of a run with its schedule and moving average.
 
     Args:
         trained: modules by name, parallelised and sharded already.
         steps: optimizer steps of the run.
 
     Attributes:
-        parameters: the trained ones.
-        optimizer: as `TrainConfig.optimizer` says.
-        schedule: of the learning rate.
-        scaler: of the loss; does nothing without ``mixed_precision: fp16``.
         average: the moving average of the weights; None without ``ema_decay``.
 
     Raises:
@@ -55,49 +44,30 @@ class WeightUpdate:
             raise ConfigError("nothing is trained: no parameter asks for a gradient")
         check_optimizer(config)
         self.optimizer = make_optimizer(trained, config)
-        turn_to_training(self.optimizer)
         self.schedule = _schedule(self.optimizer, config.optimizer, steps)
-        self.scaler = MeshGradScaler(mesh, config.model.mixed_precision == "fp16")
-        self.average = self._moving_average(config.optimizer)
+        decay = config.optimizer.ema_decay
+        self.average = None if decay is None else EMAModel(self.parameters, decay=decay)
 
-    def _moving_average(self, config: OptimizerConfig) -> EMAModel | None:
-        return None if config.ema_decay is None else EMAModel(self.parameters, decay=config.ema_decay)
-
-    def apply(self, sync: GradientSync, step: int) -> tuple[float, bool]:
-        """Change the weights by the gradients that they hold. Collective.
+    def apply(self, sync: GradientSync, step: int) -> float:
+        """Change the weights by the gradients that they hold; returns their norm before clipping. Collective.
 
         Args:
-            sync: clips the gradients of all ranks.
             step: number of the step from 1, for messages.
-
-        Returns:
-            The norm of the gradient before clipping; and whether gradients have overflowed, and no weight was changed.
 
         Raises:
             FloatingPointError: a gradient is not finite.
         """
-        self.scaler.unscale_(self.optimizer)
-        overflowed = self.scaler.overflowed(self.optimizer)
-        norm = sync.clip(0.0 if overflowed else self._config.max_grad_norm)
-        if not overflowed and not math.isfinite(norm):
+        norm = sync.clip(self._config.max_grad_norm)
+        if not math.isfinite(norm):
             gradients = ((name, p.grad) for name, p in self._trained.named_parameters() if p.grad is not None)
             name = not_finite(gradients, self._mesh)
             where = "of all parameters together" if name is None else f"in {name}"
             raise FloatingPointError(self.unchanged(f"the norm of the gradient of step {step} is {norm} ({where})"))
-        if overflowed and self.scaler.get_scale() < LEAST_SCALE:
-            raise FloatingPointError(
-                self.unchanged(
-                    f"the gradients of step {step} overflow in float16 even at a loss scale of "
-                    f"{self.scaler.get_scale():g} (mixed_precision: bf16 has float32's range)"
-                )
-            )
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
-            # In a skipped step, too, as in diffusers' scripts.
             self.average.step(self.parameters)
-        return norm, overflowed
+        return norm
 
     def unchanged(self, why: str) -> str:
         """The error message of a step with numbers that are not finite."""
@@ -131,8 +101,7 @@ class WeightUpdate:
         for module in training:
             module.eval()
         try:
-            with weights_to_use(self.optimizer):
-                yield
+            yield
         finally:
             for module in training:
                 module.train()
@@ -151,7 +120,7 @@ class WeightUpdate:
             self.optimizer.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
         ):
             group["initial_lr"] = rate
-            set_rate(group, float(rate) * factor(step))
+            group["lr"] = float(rate) * factor(step)
 
 
 def _schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, steps: int) -> LambdaLR:
@@ -170,3 +139,26 @@ def _schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, steps: 
     return get_wsd_schedule(
         optimizer, config.lr_warmup_steps, config.lr_decay_steps, num_training_steps=steps, decay_type="linear"
     )
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """A rank's own shard of a tensor; the tensor itself if it is whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def not_finite(named: Iterable[tuple[str, Tensor]], mesh: Mesh) -> str | None:
+    """The name of a tensor of any rank that holds an infinity or a NaN, the same on every rank. Collective.
+
+    Args:
+        named: this rank's whole tensors, slices or shards.
+    """
+    local = [(name, local_of(value)) for name, value in named]
+    local = [(name, value) for name, value in local if value.is_floating_point()]
+    bad: dict[str, bool] = {}
+    # One look at each device for all of its tensors; an optimizer's counts may be on the host.
+    for device in {value.device for _, value in local}:
+        here = [(name, value) for name, value in local if value.device == device]
+        good = torch.stack([torch.isfinite(value).all() for _, value in here]).tolist()
+        bad |= {name: not fine for (name, _), fine in zip(here, good, strict=True)}
+    mine = next((name for name, _ in local if bad[name]), None)
+    return next((name for name in mesh.world.all_gather_object(mine) if name is not None), None)
