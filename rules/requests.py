@@ -32,7 +32,7 @@ from rules.fake_cuda import Look, attention_as_one_kernel, cuda, move_, unavaila
 from rules.fake_world import one_of
 from rules.sim_cuda import sim_cuda
 from support import gradients, more_pipelines, pipelines
-from support.families import BY_HAND
+from support.families import family_by_hand
 from support.models import RAGGED, inputs, sizes, tiny
 from support.stale import moving
 from support.syncs import OURS
@@ -368,7 +368,7 @@ def training_run(
         on_device = (cuda() if order is None else sim_cuda(order)) if on_cuda else nullcontext()
         with on_device as device, IN_FLIGHT[fault if on_cuda else None](), ExitStack() as stack:
             # To observe a pipeline is to look at values, which fake tensors do not have.
-            stack.enter_context(mock.patch.dict("ditmesh.train.observed.family.FAMILIES", BY_HAND))
+            stack.enter_context(mock.patch("ditmesh.train.trainer.ObservedFamily", family_by_hand))
             if device is not None:
                 stack.enter_context(mock.patch.object(DiffusionPipeline, "to", moved))
 

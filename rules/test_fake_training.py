@@ -14,7 +14,7 @@ from ditmesh.config import ParallelConfig
 from ditmesh.launch import RankPool
 from ditmesh.train.checkpoints.checkpoint import Checkpoints
 from ditmesh.train.gradients.sync import GradientSync, TensorSlicesOf
-from ditmesh.train.optimizer.precision import MeshGradScaler, not_finite
+from ditmesh.train.optimizer.update import not_finite
 from rules.fake_cuda import cuda
 from rules.fake_world import one_of
 from rules.requests import summed_late, trained, training_run, whole_run
@@ -72,27 +72,6 @@ def test_numbers_of_a_device_and_of_the_host_are_looked_at():
         assert not_finite([("weight", fine / 0), ("steps", count / 0)], mesh) == "weight"
 
 
-def test_the_loss_scale_is_on_the_device():
-    """A step with an infinite gradient changes no weight and halves the scale; others divide their gradients by it."""
-    with one_of(1, 0), cuda(found=True) as device:
-        mesh = ditmesh.Mesh(ParallelConfig(), device="cuda")
-        weight = nn.Parameter(torch.ones(3, device="cuda"))
-        optimizer, scaler = torch.optim.SGD([weight], 0.5), MeshGradScaler(mesh, True)
-        assert scaler.scale(weight.detach().sum()).item() == 3 * 65536
-        for gradient, overflowed, left in ((32768.0, False, 0.75), (float("inf"), True, 0.75), (32768.0, False, 0.25)):
-            weight.grad = torch.full((3,), gradient, device="cuda")
-            scaler.unscale_(optimizer)
-            assert scaler.overflowed(optimizer) == overflowed
-            scaler.step(optimizer)
-            scaler.update()
-            assert device.values(weight.detach()).tolist() == [left] * 3
-        assert scaler.get_scale() == 32768.0
-        again = MeshGradScaler(mesh, True)
-        again.load_state_dict(scaler.state_dict())
-        assert again.scale(weight.detach() + 1).is_cuda
-        assert again.get_scale() == 32768.0
-
-
 # The loss, a number for every micro-batch in one list, and the norm of the gradient: they are logged, and a step whose
 # numbers are not finite changes no weight.
 READ = {"ditmesh train/trainer.py _local_scalar_dense", "ditmesh train/gradients/sync.py _local_scalar_dense"}
@@ -114,8 +93,8 @@ def test_the_trainers_loop(fresh_ranks, tmp_path, config):
         assert looks["ditmesh train/gradients/sync.py _local_scalar_dense"] == 1
 
 
-def test_samples_of_a_cache_with_masks_and_others_of_their_class(fresh_ranks, tmp_path):
-    """Latents of a cache are on the host; masks and weights of samples are where the loss is."""
+def test_samples_of_a_cache_with_masks(fresh_ranks, tmp_path):
+    """Latents of a cache are on the host; masks are where the loss is."""
     data, masks = folder_of(tmp_path / "data", 2), tmp_path / "masks"
     masks.mkdir()
     half = Image.new("L", (64, 64))
@@ -126,9 +105,6 @@ def test_samples_of_a_cache_with_masks_and_others_of_their_class(fresh_ranks, tm
         "parallel": {"data": 2},
         "learning_rate": 1e-5,
         "mask_dir": str(masks),
-        "class_data_dir": str(folder_of(tmp_path / "class", 2)),
-        "class_prompt": "an emoji",
-        "prior_loss_weight": 0.5,
     }
     caches = [{"cache_dir": str(tmp_path / f"cache-{number}")} for number in range(2)]
     for truth, found, looks, _ in fresh_ranks.run(training_run, str(data), config, 1, None, caches):
@@ -170,7 +146,6 @@ def test_checkpoints_of_tensors_of_a_device_and_of_the_host(tmp_path):
         {"ema_decay": 0.9999, "mixed_precision": "bf16", "gradient_checkpointing": True},
         {
             "lora": {"rank": 2},
-            "mixed_precision": "fp16",
             "global_batch_size": 4,
             "train_batch_size": 1,
             "max_grad_norm": 0.05,

@@ -114,13 +114,11 @@ def test_a_mistake_does_not_wait_for_torch() -> None:
         ("--set parallel.vae=bands", "vae=bands is not for training"),
         ("--tensor 2 --set lora.type=dora", "tensor=2 cuts plain LoRA alone"),
         ("--set lora.target_modules=[to_q,to_qq]", "; did you mean 'to_q'?"),
-        ("--set lora.base_lora=nowhere.safetensors --set lora.rank=4", "nowhere.safetensors"),
         ("--set model.train_modules=[text_encodr]", "has no module 'text_encodr'; did you mean 'text_encoder"),
         (
             "--set learning_rate=1",
             "'learning_rate' stands in a group of settings: write optimizer: {learning_rate: ...}",
         ),
-        ("--set use_ema=true", "'use_ema' is no training setting any more: set optimizer.ema_decay: 0.9999"),
         ("--set data.resolutio=1", "'data.resolutio' is no training setting; did you mean 'resolution'?"),
     ],
 )

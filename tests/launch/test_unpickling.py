@@ -65,7 +65,7 @@ COLLECTIVES = {
     "train/data/agreement.py",
     "train/checkpoints/checkpoint.py",
     "train/data/encoded.py",
-    "train/optimizer/precision.py",
+    "train/optimizer/update.py",
     "train/gradients/ordered.py",
     "train/gradients/speeds.py",
     "train/memory_check.py",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import tarfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_media import RED, SAMPLES, close, file_of, turned
+from test_media import RED, SAMPLES, close, file_of, mp4_of, turned
 
 from ditmesh.errors import InputError
 from ditmesh.train.data.reading import read_samples
@@ -44,25 +42,6 @@ def line(file: Any, **more: Any) -> dict[str, Any]:
     return {"file_name": file, **more}
 
 
-def tar(*files: tuple[str, bytes]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as opened:
-        for name, content in files:
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            opened.addfile(entry, io.BytesIO(content))
-    return out.getvalue()
-
-
-def linked_tar() -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as opened:
-        link = tarfile.TarInfo("1.png")
-        link.type, link.linkname = tarfile.LNKTYPE, "elsewhere"
-        opened.addfile(link)
-    return out.getvalue()
-
-
 AB = pngs("a.png", "b.png")
 TWO = [("a.png", "A"), ("b.png", "B")]
 BOTH = [line("a.png", text="A"), line("b.png", text="B")]
@@ -73,13 +52,65 @@ CSV = "file_name,text\na.png,A\nb.png,B\n"
 CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list[str], dict[str, Any]]] = {
     # --- where captions are
     "jsonl": ([*AB, ("metadata.jsonl", BOTH)], TWO, ["with caption: 2 (2 of text in metadata.jsonl)"], {}),
+    "a column caption": (
+        [*AB, ("metadata.jsonl", [line("a.png", caption="A"), line("b.png", caption="B")])],
+        TWO,
+        ["2 of caption in metadata.jsonl"],
+        {},
+    ),
+    "a column prompt": ([*AB, ("metadata.csv", CSV.replace("text", "prompt"))], TWO, ["prompt in metadata.csv"], {}),
     "text goes before caption": (
         [*AB, ("metadata.jsonl", [line(n + ".png", caption="?", text=n.upper()) for n in "ab"])],
         TWO,
         ["text in metadata.jsonl"],
         {},
     ),
+    "a configured column": (
+        [*AB, ("metadata.jsonl", [line(n + ".png", text="?", long=n.upper()) for n in "ab"])],
+        TWO,
+        [],
+        {"caption_column": "long"},
+    ),
+    "a configured column that is not there": (
+        [*AB, ("metadata.jsonl", BOTH)],
+        None,
+        ["caption_column='long' is not in", "are text; name one"],
+        {"caption_column": "long"},
+    ),
+    "a column of another name": (
+        [*AB, ("metadata.jsonl", [line("a.png", description="A"), line("b.png", description="B")])],
+        None,
+        ["none of 2 samples", "has a caption (columns that are there: description)"],
+        {},
+    ),
+    "csv": ([*AB, ("metadata.csv", CSV)], TWO, [], {}),
+    "csv of a spreadsheet": ([*AB, ("metadata.csv", ("\ufeff" + CSV.replace("\n", "\r\n")).encode())], TWO, [], {}),
+    "csv with lines in cells": (
+        [*AB, ("metadata.csv", 'file_name,text\na.png,"A, a\nsecond"\nb.png,"the ""B"""\n')],
+        [("a.png", "A, a\nsecond"), ("b.png", 'the "B"')],
+        [],
+        {},
+    ),
+    "csv with commas in cells": (
+        [*AB, ("metadata.csv", "file_name,text\na.png,A, small\nb.png,B\n")],
+        [("b.png", "B")],
+        ["metadata.csv line 2 has 3 cells for 2 columns", "in no line of a listing, and left out: 1 file (a.png)"],
+        {},
+    ),
+    "csv with an open quotation mark": (
+        [*AB, ("metadata.csv", 'file_name,text\na.png,"A\nb.png,B\n')],
+        None,
+        ["metadata.csv line 3 is no row of a table"],
+        {},
+    ),
+    "csv without a head": ([*AB, ("metadata.csv", "a.png,A\nb.png,B\n")], None, ["no column file_name"], {}),
     "csv with semicolons": ([*AB, ("metadata.csv", CSV.replace(",", ";"))], None, ["no column file_name"], {}),
+    "csv with empty cells": (
+        [*AB, ("metadata.csv", "file_name,text\na.png,A\nb.png,\n")],
+        [("a.png", "A"), ("b.png", None)],
+        ["without caption: 1 (b.png)"],
+        {},
+    ),
     "listings that are not read": (
         [*AB, ("metadata.tsv", CSV.replace(",", "\t")), ("metadata.json", {"a.png": "A", "b.png": "B"})],
         None,
@@ -93,7 +124,8 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
         {},
     ),
     "files .txt": ([*AB, ("a.txt", "A\n"), ("b.txt", "B")], TWO, ["2 of .txt"], {}),
-    "files .json": ([*AB, ("a.json", {"caption": "A"}), ("b.json", {"text": "B"})], TWO, [], {}),
+    "files .caption": ([*AB, ("a.caption", "A"), ("b.caption", "B")], TWO, ["2 of .caption"], {}),
+    "files .png.txt": ([*AB, ("a.png.txt", "A"), ("b.png.txt", "B")], TWO, [], {}),
     "files that contradict one another": (
         [*AB, ("a.txt", "A"), ("a.caption", "other"), ("b.txt", "B"), ("b.caption", "B")],
         TWO[1:],
@@ -106,6 +138,12 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
         ["a.png is left out: text in metadata.jsonl and .txt say different things"],
         {},
     ),
+    "a listing that has gaps which files fill": (
+        [*AB, ("metadata.jsonl", [line("a.png", text="A"), line("b.png")]), ("b.txt", "B")],
+        TWO,
+        ["1 of .txt, 1 of text"],
+        {},
+    ),
     "images in no line": (
         [*AB, ("metadata.jsonl", BOTH[:1]), ("b.txt", "B")],
         TWO[:1],
@@ -114,10 +152,22 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
     ),
     "lines without images": ([*AB[:1], ("metadata.jsonl", BOTH)], TWO[:1], ["b.png is not there"], {}),
     "two listings": ([*AB, ("metadata.jsonl", BOTH), ("metadata.csv", CSV)], None, ["leave one there"], {}),
+    "a folder train": (
+        [(f"train/{name}", content) for name, content in [*AB, ("metadata.jsonl", BOTH)]],
+        [("train/a.png", "A"), ("train/b.png", "B")],
+        [],
+        {},
+    ),
     "other splits": (
         [*((f"data/train/{n}", c) for n, c in [*AB, ("metadata.jsonl", BOTH)]), ("data/test/c.png", PNG)],
         [("data/train/a.png", "A"), ("data/train/b.png", "B")],
         ["not trained on, as it is beside train: data/test/"],
+        {},
+    ),
+    "a listing above": (
+        [("images/a.png", PNG), ("metadata.jsonl", [line("images/a.png", text="A")])],
+        [("images/a.png", "A")],
+        [],
         {},
     ),
     "names of Windows": (
@@ -126,11 +176,30 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
         [],
         {},
     ),
+    "names composed otherwise": (
+        [("e\u0301.png", PNG), ("metadata.jsonl", [line("\u00e9.png", text="A")])],
+        [("e\u0301.png", "A")],
+        [],
+        {},
+    ),
     # --- text
+    "a mark of UTF-8": ([*AB, ("metadata.jsonl", b"\xef\xbb\xbf" + json.dumps(BOTH[0]).encode())], TWO[:1], [], {}),
     "UTF-16 and UTF-32 with a mark": (
         [*AB, ("c.png", PNG), ("a.txt", "A".encode("utf-16")), ("c.txt", "C".encode("utf-32")), ("b.txt", "B")],
         TWO[1:],
         ["a.png is left out: a.txt line 1 is not UTF-8", "c.png is left out: c.txt line 1 is not UTF-8"],
+        {},
+    ),
+    "UTF-16 in a listing": (
+        [*AB, ("metadata.jsonl", "\n".join(map(json.dumps, BOTH)).encode("utf-16"))],
+        None,
+        ["metadata.jsonl line 1 is not UTF-8"],
+        {},
+    ),
+    "UTF-16 without a mark": (
+        [*AB, ("a.txt", "A".encode("utf-16-le")), ("b.txt", "B")],
+        TWO[1:],
+        ["a.png is left out: a.txt has a caption with NUL"],
         {},
     ),
     "Latin-1 beside an image": (
@@ -145,13 +214,45 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
         ["metadata.jsonl line 2 is not UTF-8"],
         {},
     ),
+    "separators of lines in captions": (
+        [*AB, ("metadata.jsonl", [line("a.png", text="A\u2028\x85\x0cb\x1e"), line("b.png", text="B\u2029")])],
+        [("a.png", "A\u2028\x85\x0cb\x1e"), ("b.png", "B\u2029")],
+        [],
+        {},
+    ),
+    "half of a surrogate pair": (
+        [*AB, ("metadata.jsonl", '{"file_name": "a.png", "text": "\\ud800"}\n' + json.dumps(BOTH[1]))],
+        TWO[1:],
+        ["metadata.jsonl line 1 has a caption with half of a surrogate pair"],
+        {},
+    ),
     "lines that are no JSON": (
         [*AB, ("metadata.jsonl", '{"file_name": "a.png", \n' + json.dumps(BOTH[1]))],
         TWO[1:],
         ["metadata.jsonl line 1 is not JSON", "left out: 1 file (a.png)"],
         {},
     ),
+    "no line that is JSON": (
+        [*AB, ("metadata.jsonl", "a.png: A\nb.png: B\n")],
+        None,
+        ["no line of metadata.jsonl"],
+        {},
+    ),
+    "JSON that is deep": ([*AB, ("metadata.jsonl", "[" * 100_000)], None, ["metadata.jsonl line 1 is not JSON"], {}),
+    "an empty listing": ([*AB, ("metadata.jsonl", b"")], None, ["metadata.jsonl is empty"], {}),
     # --- values
+    "numbers and nothing": (
+        [*pngs("c.png"), *AB, ("metadata.jsonl", [line("a.png", text=5), line("b.png", text=None), line("c.png")])],
+        [("a.png", "5"), ("b.png", None), ("c.png", None)],
+        ["without caption: 2 (b.png, c.png)"],
+        {},
+    ),
+    "not a number": (
+        [*AB, ("metadata.jsonl", '{"file_name": "a.png", "text": NaN}\n' + json.dumps(BOTH[1]))],
+        [("a.png", None), TWO[1]],
+        ["without caption: 1 (a.png)"],
+        {},
+    ),
     "lists": (
         [*AB, ("metadata.jsonl", [line("a.png", text=["A", "a"]), line("b.png", text=["B"])])],
         [("a.png", ("A", "a")), TWO[1]],
@@ -174,10 +275,33 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
         ["with more than one line in a listing, each of which is a sample: 1 file (a.png)"],
         {},
     ),
+    "a line twice": (
+        [*AB, ("metadata.jsonl", [*BOTH, BOTH[0]])],
+        [TWO[0], *TWO],
+        ["with more than one line in a listing, each of which is a sample: 1 file (a.png)"],
+        {},
+    ),
+    "a name that is a number": (
+        [*AB, ("metadata.jsonl", [line(5, text="A"), BOTH[1]])],
+        TWO[1:],
+        ["metadata.jsonl line 1: file_name is 5"],
+        {},
+    ),
     "names that lead out": (
         [*AB, ("metadata.jsonl", [line("../../etc/passwd", text="A"), line("/etc/passwd", text="A"), BOTH[1]])],
         TWO[1:],
         ["'../../etc/passwd' is outside of", "'/etc/passwd' is outside of"],
+        {},
+    ),
+    "a name with NUL": ([*AB, ("metadata.jsonl", [line("a\0.png", text="A"), BOTH[1]])], TWO[1:], ["is not there"], {}),
+    "no captions": (AB, None, ["none of 2 samples", "proportion_empty_prompts: 1"], {}),
+    "no captions, allowed": (AB, [("a.png", None), ("b.png", None)], [], {"proportion_empty_prompts": 1}),
+    "empty captions": ([*AB, ("a.txt", ""), ("b.txt", " \n")], None, ["none of 2 samples"], {}),
+    "some empty captions": ([*AB, ("a.txt", ""), ("b.txt", "B")], [("a.png", ""), TWO[1]], ["without caption: 1"], {}),
+    "captions in a file that is not read": (
+        [*AB, ("my-captions.csv", CSV)],
+        None,
+        ["files that are not read: 1 .csv (my-captions.csv)"],
         {},
     ),
     # --- files
@@ -187,21 +311,13 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
         ["files that are not read: 1 .heic, 1 .zip, 1 .mp4"],
         {},
     ),
-    # --- tars
-    "a tar": ([("s.tar", tar(("1.png", PNG), ("1.txt", b"A")))], [("s.tar:1.png", "A")], ["1 of .txt"], {}),
-    "a tar of img2dataset": (
-        [("s/0.tar", tar(("1.png", PNG), ("1.json", b'{"caption": "A", "url": ""}'), ("1.txt", b"A")))],
-        [("s/0.tar:1.png", "A")],
-        ["1 of caption in .json"],
+    "files of macOS": ([AB[0], ("a.txt", "A"), ("._a.png", b"\0\5\x16\7"), ("__MACOSX/b.png", b"")], TWO[:1], [], {}),
+    "files that break off": (
+        [*AB, ("metadata.jsonl", [*BOTH, line("c.png", text="C")]), ("c.png", PNG[:20])],
+        TWO,
+        ["c.png is "],
         {},
     ),
-    "a tar with a member twice": (
-        [("s.tar", tar(("1.png", PNG), ("1.txt", b"old"), ("1.txt", b"A")))],
-        [("s.tar:1.png", "A")],
-        ["1.txt is in the tar again"],
-        {},
-    ),
-    "a tar with links": ([("s.tar", linked_tar())], None, ["s.tar:1.png is a link in the tar"], {}),
 }
 
 
@@ -240,6 +356,15 @@ def test_data_sets_of_others(name, tmp_path):
         assert one in said, said
 
 
+@pytest.mark.parametrize("name", SAMPLES)
+def test_images_of_data_sets(name, tmp_path):
+    made, expected = SAMPLES[name]
+    (tmp_path / "a.png").write_bytes(made())
+    (tmp_path / "a.txt").write_text("A")
+    (sample,) = found_in(tmp_path).good
+    assert close(sample.picture().getpixel((1, 4)), expected)
+
+
 def test_what_is_no_file_is_skipped(tmp_path):
     put(tmp_path, ("a.png", PNG), ("a.txt", "A"), ("f.png/a.txt", "x"))
     os.mkfifo(tmp_path / "p.png")
@@ -266,17 +391,26 @@ def test_a_png_with_exif_behind_its_pixels_is_named(tmp_path):
         sample.picture()
 
 
+def test_videos_of_data_sets(tmp_path):
+    put(tmp_path, ("a.mp4", mp4_of(np.full((48, 96, 3), RED, np.uint8), (0, 1, -1, 0), count=5)), ("a.txt", "A"))
+    put(tmp_path, ("b.mp4", b"nothing"), ("c.jpg", turned(6, "JPEG")), ("c.txt", "C"))
+    found = found_in(tmp_path, num_frames=5)
+    assert [(one.name, one.size) for one in found.good] == [("a.mp4", (96, 48)), ("c.jpg", (96, 48))]
+    assert [one.size for one in found.good[0].frames(5)] == [(48, 96)] * 5
+    assert found.corrupt[0].startswith("b.mp4 ")
+    with pytest.raises(OSError, match="has 1 frames, and num_frames=5"):
+        found.good[1].frames(5)
+
+
 @pytest.mark.parametrize(
     ("files", "expected", "words"),
     [
         ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label="4")])], [3, 4], ""),
         ([("metadata.csv", "file_name,label\na.png,3\nb.png,\n")], [3, None], "without label: 1 (b.png)"),
-        ([("a.cls", "3"), ("b.cls", "4\n")], [3, 4], "2 of .cls"),
         ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label=0.5)])], [3], "line 2: label is 0.5"),
         ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label=True)])], [3], "line 2: label is true"),
         ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label=-1)])], [3], "line 2: label is -1"),
         ([("metadata.jsonl", [line("a.png", kind=3), line("b.png", kind=1)])], None, "none of 2 samples in"),
-        ([("a.cls", "a fox"), ("b.cls", "4")], [4], "a.cls: label is 'a fox'"),
         ([], None, "none of 2 samples"),
     ],
     ids=str,
@@ -291,6 +425,15 @@ def test_labels(files, expected, words, tmp_path):
         found = found_in(tmp_path, "label")
         assert [one.words for one in found.good] == expected
         assert words in "\n".join(found.report().lines)
+
+
+def test_a_report_is_short(tmp_path):
+    put(tmp_path, *((f"{number}.png", b"x") for number in range(50)), *AB, ("a.txt", "A"))
+    lines = found_in(tmp_path).report().lines
+    assert "  skipped: 50" in lines
+    assert lines[-1] == "    and 47 others"
+    assert len(lines) < 12
+    assert max(map(len, lines)) < 200
 
 
 def test_a_run_begins_with_what_it_is_trained_on(tmp_path):

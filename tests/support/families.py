@@ -9,11 +9,17 @@ import torch
 from torch import Tensor
 
 from ditmesh.errors import ConfigError
-from ditmesh.train.families import Conditions, latent_moments
+from ditmesh.train.conditions import Conditions, latent_moments
 
 
 class _Adapter:
-    """The base of all adapters: an autoencoder with a scale, latents cut into patches."""
+    """The base of all adapters: an autoencoder with a scale, latents cut into patches, no image beside a caption."""
+
+    reference = source_image = moments_of_training = None
+    scheduler: Any
+
+    def trained(self, latents: Tensor) -> None:
+        """All latents are predicted."""
 
     def prepare(self, pipe: Any) -> None:
         pass
@@ -45,7 +51,7 @@ class TextFamily(_Adapter):
 class StableDiffusion3(TextFamily):
     """SD3 and SD3.5: joint attention, pooled text, rectified flow."""
 
-    def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
+    def encode(self, pipe: Any, said: Sequence[Any], length: int | None, references: Any = None) -> Conditions:
         text, _, pooled, _ = pipe.encode_prompt(
             list(said), None, None, do_classifier_free_guidance=False, **self._options(length)
         )
@@ -58,7 +64,7 @@ class StableDiffusion3(TextFamily):
 class Flux(TextFamily):
     """FLUX.1: packed latents, positions of text and image tokens, distilled guidance of 1."""
 
-    def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
+    def encode(self, pipe: Any, said: Sequence[Any], length: int | None, references: Any = None) -> Conditions:
         text, pooled, _ = pipe.encode_prompt(list(said), None, **self._options(length))
         return {"encoder_hidden_states": text, "pooled_projections": pooled}
 
@@ -84,7 +90,7 @@ class Flux(TextFamily):
 class PixArt(TextFamily):
     """PixArt-alpha and -sigma: cross-attended text with a mask; a learned variance is left as it is."""
 
-    def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
+    def encode(self, pipe: Any, said: Sequence[Any], length: int | None, references: Any = None) -> Conditions:
         text, mask, _, _ = pipe.encode_prompt(list(said), do_classifier_free_guidance=False, **self._options(length))
         return {"encoder_hidden_states": text, "encoder_attention_mask": mask}
 
@@ -111,7 +117,7 @@ class Wan(TextFamily):
                 f"{type(pipe).__name__} starts from an image, which training does not support; use Wan 2.1's"
             )
 
-    def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
+    def encode(self, pipe: Any, said: Sequence[Any], length: int | None, references: Any = None) -> Conditions:
         text, _ = pipe.encode_prompt(list(said), do_classifier_free_guidance=False, **self._options(length or 512))
         return {"encoder_hidden_states": text}
 
@@ -130,7 +136,7 @@ class ClassConditional(_Adapter):
             if hasattr(module, "dropout_prob") and hasattr(module, "num_classes"):
                 module.dropout_prob = 0.0
 
-    def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
+    def encode(self, pipe: Any, said: Sequence[Any], length: int | None, references: Any = None) -> Conditions:
         none = pipe.transformer.config["num_embeds_ada_norm"]
         wrong = [one for one in said if one is not None and not 0 <= int(one) < none]
         if wrong:
@@ -154,3 +160,10 @@ BY_HAND = {
     "DiTTransformer2DModel": ClassConditional(),
     "WanTransformer3DModel": Wan(),
 }
+
+
+def family_by_hand(pipe: Any, config: Any) -> Any:
+    """In the place of `ObservedFamily`: the family of a pipeline's transformer."""
+    family = BY_HAND[type(pipe.transformer).__name__]
+    family.scheduler = pipe.scheduler
+    return family

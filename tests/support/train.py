@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,20 +47,6 @@ def folder_of(path: Path, count: int, side: int = 64) -> Path:
         Image.fromarray(picture).resize((side, side)).save(path / f"{number:03}.png")
         lines.append(json.dumps({"file_name": f"{number:03}.png", "text": caption, "label": number}))
     (path / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
-def tar_of(path: Path, count: int, side: int = 64) -> Path:
-    """A folder with the same samples in a WebDataset tar."""
-    path.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path / "shard-0.tar", "w") as tar:
-        for number, (caption, picture) in enumerate(emoji(count)):
-            buffer = io.BytesIO()
-            Image.fromarray(picture).resize((side, side)).save(buffer, "PNG")
-            for kind, content in (("png", buffer.getvalue()), ("txt", caption.encode())):
-                entry = tarfile.TarInfo(f"{number:03}.{kind}")
-                entry.size = len(content)
-                tar.addfile(entry, io.BytesIO(content))
     return path
 
 

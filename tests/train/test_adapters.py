@@ -1,4 +1,4 @@
-"""Adapters in training: saved, and loaded again by diffusers and peft as they are; the same on all ranks."""
+"""Adapters in training: saved, and loaded again by diffusers as they are; the same on all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -21,7 +20,6 @@ from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoints.export import export
 from ditmesh.train.config import LoraConfig
 from ditmesh.train.model.adapters import TRAINED, add_adapters, save_adapters, targets_of
-from ditmesh.train.preflight import check_settings
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.exam import Exam, images, others, videos
@@ -104,14 +102,12 @@ def through_a_file(exam: Exam, lora: dict[str, Any], folder: Path) -> tuple[floa
     model = copy.deepcopy(untouched)
     if hasattr(model, "load_lora_adapter"):
         model.load_lora_adapter(str(folder), weight_name=WEIGHTS, prefix="transformer")
-        found = [predicted(model)]
     else:
-        found = [predicted(PeftModel.from_pretrained(model, str(folder)))]
-        pipe.register_modules(transformer=copy.deepcopy(untouched))
+        pipe.register_modules(transformer=model)
         load_adapters(pipe, [adapter("lora", str(folder))])
-        found.append(predicted(pipe.transformer))
     scale = wanted.abs().max()
-    return max(float((one - wanted).abs().max() / scale) for one in found), float((wanted - plain).abs().max() / scale)
+    off, effect = ((one - wanted).abs().max() / scale for one in (predicted(model), plain))
+    return float(off), float(effect)
 
 
 # Joint and single streams, names of its own, no method of the pipeline, none of the transformer either.
@@ -178,7 +174,7 @@ def trained_and_saved(given: dict[str, Any]) -> tuple[Any, Path, dict[int, float
     with Trainer(config, pipe) as trainer:
         losses = trainer.run().losses
         weights = trainer.state.weights()
-    return pipe, export(pipe, weights, config, type(pipe.transformer), 2, None), losses
+    return pipe, export(pipe, weights, config, type(pipe.transformer), 2), losses
 
 
 def drawn(pipe: Any) -> Tensor:
@@ -196,9 +192,8 @@ def drawn(pipe: Any) -> Tensor:
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("flux", {"lora": {"rank": 2, "alpha": 8.0}}),
     "rslora, all": ("flux", {"lora": {"rank": 4, "rslora": True, "target_modules": "all-linear"}}),
-    "dora": ("flux", {"lora": {"rank": 2, "type": "dora", "target_modules": r".*\.attn\.(to|add)_[qkv](_proj)?"}}),
+    "dora": ("flux", {"lora": {"rank": 2, "type": "dora", "target_modules": ["to_q", "add_k_proj"]}}),
     "lora without methods": ("dit", {"lora": {"rank": 2}}),
-    "lora of the text encoder": ("flux", {"lora": {"rank": 2}, "train_modules": ["transformer", "text_encoder"]}),
 }
 
 
@@ -209,21 +204,15 @@ def test_a_trained_adapter_draws_the_trainers_picture(root, tmp_path, what):
     plain = drawn(before)
     pipe, folder, _ = trained_and_saved(run_of(root, tmp_path / "out", name, **more))
     wanted = drawn(pipe)
-    fresh = loaded(root / name)
-    if name == "dit":
-        fresh.register_modules(transformer=PeftModel.from_pretrained(fresh.transformer, str(folder)).get_base_model())
-    else:
+    if name != "dit":
+        fresh = loaded(root / name)
         fresh.load_lora_weights(str(folder))
-    assert torch.allclose(drawn(fresh), wanted, atol=1e-6)
+        assert torch.allclose(drawn(fresh), wanted, atol=1e-6)
     # As `ditmesh generate --lora` does it.
     by_us = loaded(root / name)
     load_adapters(by_us, [adapter("lora", str(folder))])
     assert torch.allclose(drawn(by_us), wanted, atol=1e-6)
     assert not torch.allclose(plain, wanted, atol=1e-4)
-    if "text encoder" in what:
-        moved = [p for n, p in by_us.text_encoder.named_parameters() if "lora_B" in n]
-        assert moved
-        assert all(p.abs().max() > 0 for p in moved)
 
 
 def test_all_ranks_train_one_adapter(ranks, root, tmp_path):
@@ -257,54 +246,25 @@ def test_reproducible_adapters_have_one_ranks_bits(ranks, root, tmp_path):
             assert found == alone, axis
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_new_adapter_above_a_frozen_one(root, tmp_path, fused):
-    _, below, _ = trained_and_saved(run_of(root, tmp_path / "first", lora={"rank": 2}))
-    more = {"lora": {"rank": 4, "type": "dora" if fused else "lora", "base_lora": f"{below}:0.5"}}
-    more["lora"]["fuse_base_lora"] = fused
-    pipe, above, losses = trained_and_saved(run_of(root, tmp_path / "second", **more))
-    wanted = drawn(pipe)
-    other = loaded(root / "flux")
-    if fused:
-        other.load_lora_weights(str(below))
-        other.fuse_lora(components=["transformer"], lora_scale=0.5)
-        other.unload_lora_weights()
-        other.load_lora_weights(str(above))
-    else:
-        load_adapters(other, [adapter("lora", f"{below}:0.5"), adapter("lora", str(above))])
-        # The frozen one is what it was.
-        kept = {n: p for n, p in pipe.transformer.named_parameters() if ".base0." in n}
-        saved = {n: p for n, p in other.transformer.named_parameters() if ".lora0." in n}
-        assert kept
-        assert all(torch.equal(p, saved[n.replace(".base0.", ".lora0.")]) for n, p in kept.items())
-    assert torch.allclose(drawn(other), wanted, atol=2e-6)
-    # Without what is below, training begins elsewhere.
-    alone = trained_and_saved(run_of(root, tmp_path / "third", lora={"rank": 4}))[2]
-    assert abs(alone[0] / losses[0] - 1) > 1e-4
-
-
 def test_adapters_that_do_not_fit_are_refused(root, tmp_path):
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("flux", {"lora": {"target_modules": "to_q"}}, "is the whole name of no linear layer .* attn.to_q"),
-        ("flux", {"lora": {"target_modules": "("}}, "is no regular expression"),
         ("flux", {"lora": {"type": "dora", "comfyui": True}}, "comfyui=True is for type='lora'"),
         ("dit", {"lora": {"comfyui": True}}, "names for DiTTransformer2DModel are not known here"),
         ("flux", {"lora": {}, "train_modules": ["text_encoder"]}, "lora adapts the transformer as well"),
-        ("flux", {"lora": {}, "train_modules": ["transformer", "text_encoder_2"]}, "no adapter into text_encoder_2"),
-        ("flux", {"lora": {"type": "dora"}, "train_modules": ["transformer", "text_encoder"]}, "plain LoRA alone"),
-        ("flux", {"lora": {"base_lora": "nowhere.safetensors"}}, "lora.base_lora: 'nowhere.safetensors' is not there"),
+        ("flux", {"lora": {}, "train_modules": ["transformer", "text_encoder_2"]}, "leave text_encoder_2 out"),
     ]
     for number, (name, more, said) in enumerate(cases):
         with pytest.raises(ditmesh.errors.DitmeshError, match=said):
             train(configured(run_of(root, tmp_path / str(number), name, **more)))
 
 
-@pytest.mark.parametrize("family", ["Wan", "LTX", "Lumina2", "HunyuanVideo", "SD3", "QwenImage"])
-def test_adapters_for_comfyui(family, tmp_path):
+@pytest.mark.parametrize("family", ["Wan", "LTX", "Lumina2", "HunyuanVideo", "Cosmos", "SD3", "QwenImage"])
+def test_adapters_for_comfyui(family, tmp_path, monkeypatch):
     pipe, layers = pipeline(family), FAMILIES[family][1]
     paths = [part.removeprefix("~") for _, parts in layers for part in parts]
-    exactly = "|".join(map(re.escape, paths))
-    config = config_of(lora={"rank": 4, "alpha": 6.0, "rslora": True, "comfyui": True, "target_modules": exactly})
+    # These and no others, whose names end in the same.
+    monkeypatch.setattr("ditmesh.train.model.adapters.targets_of", lambda *_: "|".join(map(re.escape, paths)))
+    config = config_of(lora={"rank": 4, "alpha": 6.0, "rslora": True, "comfyui": True})
     add_adapters(pipe, config)
     noisy(pipe.transformer)
     adapted = dict(pipe.transformer.named_modules())
@@ -381,9 +341,3 @@ def test_tensor_ranks_train_the_adapter_of_one_device(ranks, root, tmp_path):
         assert torch.allclose(saved[name], value, rtol=1e-3, atol=1e-5), name
     fresh = loaded(root / "flux")
     fresh.load_lora_weights(result["pipeline"])
-
-
-def test_tensor_ranks_cut_plain_lora_alone(root, tmp_path):
-    given = run_of(root, tmp_path, lora={"type": "dora"}, parallel={"tensor": 2})
-    with pytest.raises(ditmesh.ConfigError, match="tensor=2 cuts plain LoRA alone"):
-        check_settings(configured(given))

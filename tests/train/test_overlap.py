@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ import ditmesh
 from ditmesh.comm.mesh import Mesh
 from ditmesh.train.gradients.overlap import Overlapped
 from ditmesh.train.gradients.sync import GradientSync, TensorSlicesOf
+from ditmesh.train.trainer import Trainer
+from support.train import configured, folder_of, save_pipeline, settings
 
 
 class Branches(nn.Module):
@@ -85,3 +88,39 @@ def test_a_weight_without_a_gradient_in_a_later_step_ends_the_run(ranks, last):
     for sentence in ranks(2).run(left_out_later, last):
         assert "transformer.second." in sentence
         assert "sharding: none" in sentence
+
+
+def losses_of(given: dict[str, Any]) -> tuple[dict[int, float], bool]:
+    """Losses of a run, and whether torch averages gradients during the backward pass."""
+    config = configured(given)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    with Trainer(config, pipe, timeout=200.0) as trainer:
+        return trainer.run().losses, isinstance(trainer.parallel.sync.transformer, Overlapped)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    model = save_pipeline("pixart", tmp_path_factory.mktemp("model"))
+    data = folder_of(tmp_path_factory.mktemp("data"), 6, 32)
+    base = settings(data, tmp_path_factory.mktemp("out"), pretrained_model_name_or_path=str(model), resolution=32)
+    base |= {"train_batch_size": 1, "global_batch_size": 4, "max_train_steps": 3, "learning_rate": 1e-4}
+    return lambda **more: {**base, "output_dir": str(tmp_path_factory.mktemp("out")), **more}
+
+
+@pytest.mark.parametrize(
+    ("more", "overlaps"),
+    [
+        ({"parallel": {"data": 2}, "data_speeds": [3, 1]}, True),
+        ({"parallel": {"data": 2}, "train_modules": ["transformer", "text_encoder"]}, True),
+        ({"parallel": {"data": 2}, "sharding": "none"}, False),
+        pytest.param({"parallel": {"ulysses": 2}}, True, marks=pytest.mark.matrix),
+        pytest.param({"parallel": {"data": 2}, "reproducible": True}, False, marks=pytest.mark.matrix),
+        pytest.param({"parallel": {"data": 2, "tensor": 2}}, True, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_runs_have_the_losses_of_one_device(ranks, given, more, overlaps):
+    alone = losses_of(given(**{name: value for name, value in more.items() if name == "train_modules"}))[0]
+    for losses, sent in ranks(ditmesh.ParallelConfig(**more["parallel"]).world_size).run(losses_of, given(**more)):
+        assert sent == overlaps
+        assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-5

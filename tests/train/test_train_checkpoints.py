@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import ditmesh
 from ditmesh.comm.mesh import Mesh
-from ditmesh.launch import RankPool
 from ditmesh.train.checkpoints.checkpoint import MANIFEST, Checkpoints, broken
 from ditmesh.train.trainer import Trainer
 from support.train import configured, folder_of, settings
@@ -45,22 +43,6 @@ def stuck(given, *, report):
 
     HuggingFaceStorageWriter.write_data = endless
     losses_of(given)
-
-
-def test_kill_9_in_the_middle_of_writing(data, tmp_path):
-    given = settings(data, tmp_path, train_batch_size=1, checkpointing_steps=1, checkpoints_total_limit=1)
-    whole, _ = losses_of({**given, "output_dir": str(tmp_path / "whole")})
-    on = given
-    with (
-        RankPool(1, threads=1, timeout=100.0) as pool,
-        pytest.raises(ditmesh.RankFailed, match="was killed by SIGKILL"),
-    ):
-        pool.run(stuck, on, on_message=lambda rank, _: os.kill(pool.pids[rank], signal.SIGKILL))
-    # The one before was to go only when this one would be there.
-    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == [".checkpoint-2.part", "checkpoint-1"]
-    rest, _ = losses_of({**on, "resume_from_checkpoint": "latest"})
-    assert rest == {step: whole[step] for step in (1, 2, 3)}
-    assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-4"]
 
 
 def saved(folder, step, keep=None):
@@ -105,7 +87,6 @@ SETTINGS = {
         "lr_scheduler": "cosine",
         "lr_warmup_steps": 3,
         "max_grad_norm": 0.5,
-        "mixed_precision": "fp16",
     },
     "lora": {"lora": {"rank": 2}, "ema_decay": 0.9999},
 }
@@ -116,20 +97,20 @@ def state_of(given, steps=None):
     config = configured(given)
     with Trainer(config, pipeline(), timeout=100.0) as trainer:
         losses = trainer.run(until=steps).losses
-        state, scaler = trainer.state.tensors(), trainer.update.scaler.state_dict()
+        state = trainer.state.tensors()
         rate = trainer.update.optimizer.param_groups[0]["lr"]
     average = {name: value.clone() for name, value in state.get("average", {}).items()}
-    return losses, rate, average, scaler
+    return losses, rate, average
 
 
 @pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=[pytest.mark.matrix] if what in ("whole", "lora") else []) for what in SETTINGS]
+    "what", [pytest.param(what, marks=[pytest.mark.matrix] * (what == "lora")) for what in SETTINGS]
 )
 def test_other_ranks_go_on(ranks, data, tmp_path, what):
-    """Two sequence ranks, then one, then two data ranks: the curve, rate, average and scale of one run of one rank."""
+    """Two sequence ranks, then one, then two data ranks: the curve, rate and average of one run of one rank."""
     given = settings(data, tmp_path / "parts", global_batch_size=2, train_batch_size=1, max_train_steps=3)
     given |= {"seed": 1, "learning_rate": 1e-3, **SETTINGS[what]}
-    curve, rate, average, scaler = state_of({**given, "output_dir": str(tmp_path / "whole")})
+    curve, rate, average = state_of({**given, "output_dir": str(tmp_path / "whole")})
     on = {**given, "resume_from_checkpoint": "latest"}
     found = dict(ranks(2).run(state_of, {**given, "parallel": {"ulysses": 2}}, 1)[0][0])
     found |= state_of(on, 2)[0]
@@ -137,9 +118,8 @@ def test_other_ranks_go_on(ranks, data, tmp_path, what):
     found |= last[0][0]
     assert sorted(found) == [0, 1, 2]
     assert all(abs(found[step] / curve[step] - 1) <= 1e-3 for step in curve), (found, curve)
-    for _, its_rate, its_average, its_scaler in last:
+    for _, its_rate, its_average in last:
         assert its_rate == rate
-        assert its_scaler == scaler
         assert its_average.keys() == average.keys()
         for name, value in average.items():
             assert (its_average[name] - value).abs().max() <= 1e-3, name

@@ -12,7 +12,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from PIL import Image, ImageOps
 
 from ditmesh.errors import ConfigError
-from ditmesh.train.data.source_images import source_image
+from ditmesh.train.data.references import source_image
 from ditmesh.train.observed.family import ObservedFamily
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
@@ -60,27 +60,6 @@ def run_of(model: str, pairs: Path, out: Path, **more: Any) -> dict[str, Any]:
         "lora": {"rank": 4},
         **more,
     }
-
-
-def losses(given: dict[str, Any]) -> list[float]:
-    pipe = DiffusionPipeline.from_pretrained(given["pretrained_model_name_or_path"])
-    pipe.set_progress_bar_config(disable=True)
-    with Trainer(configured(given), pipe, timeout=100.0) as trainer:
-        return list(trainer.run().losses.values())
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.matrix] * (KINDS[name] == "hole")) for name in KINDS]
-)
-def test_losses_on_ranks(ranks, models, pairs, tmp_path, name):
-    """Of one rank, two that have other samples and two that share the tokens of each."""
-    more = {"conditioning_dir": str(pairs / "before")} if KINDS[name] == "reference" else {}
-    given = run_of(models[name], pairs, tmp_path / "one", **more)
-    alone = losses(given)
-    for parallel in ({"data": 2}, {"ulysses": 2}):
-        out = str(tmp_path / str(parallel))
-        found = ranks(2).run(losses, {**given, "output_dir": out, "parallel": parallel})[0]
-        assert found == pytest.approx(alone, rel=1e-5), parallel
 
 
 def test_a_pair_is_what_the_pipeline_is_given(models, pairs, tmp_path):

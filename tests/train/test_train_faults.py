@@ -1,16 +1,11 @@
 """Faults while training: the job ends on every rank and says why, the last checkpoint stays, and the curve goes on.
 
-``make test`` runs a sample, ``make test-all`` all configurations, points and signals.
+``make test`` runs a sample, ``make test-all`` all configurations and points.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import random
 import shutil
-import signal
-import sys
 import time
 from pathlib import Path
 
@@ -19,14 +14,10 @@ import torch.distributed as dist
 from test_train import losses_of, pipeline
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-import ditmesh
-from ditmesh.launch import RankPool
 from ditmesh.train.checkpoints.checkpoint import broken
-from ditmesh.train.logs.training_log import read_log
 from ditmesh.train.trainer import Trainer
-from support.faults import DEADLINE, PROMPT, Injected, held, injected, more_than
-from support.processes import interruptible, marked, ranks_of, wait_until_gone
-from support.train import configured, folder_of, grouped, importing_tests, settings
+from support.faults import DEADLINE, PROMPT, held, injected, more_than
+from support.train import configured, folder_of, settings
 
 CONFIGS = {
     "ulysses": {"parallel": {"ulysses": 2}},
@@ -186,135 +177,3 @@ def test_an_exception_on_one_rank(ranks, data, tmp_path, name, points):
             losses_of, {**given, "output_dir": str(folder), "resume_from_checkpoint": "latest"}
         )
         assert rest == {step: whole[step] for step in range(last, 3)}, point
-
-
-def failing(given, point):
-    """A run that fails on rank 1."""
-    with Trainer(configured(given), pipeline(), timeout=DEADLINE) as trainer:
-        if dist.get_rank() == 1:
-            Faulty(trainer, point)
-        return trainer.run().losses
-
-
-@pytest.mark.parametrize(
-    ("name", "point"),
-    [
-        pytest.param(name, point, marks=() if (name, point) == ("fsdp", "backward") else pytest.mark.matrix)
-        for name in CONFIGS
-        for point in POINTS[:-1]
-    ],
-)
-def test_the_pool_names_the_rank_that_failed(data, tmp_path, name, point):
-    """What was being written is finished first."""
-    given = short(data, tmp_path, **CONFIGS[name])
-    with RankPool(2, threads=1, timeout=DEADLINE) as pool:
-        began = time.monotonic()
-        with pytest.raises(ditmesh.RankFailed) as error:
-            pool.run(failing, given, point)
-    assert time.monotonic() - began < PROMPT
-    assert str(error.value).startswith("rank 1 of 2 raised Injected: on purpose")
-    assert "in injected" in str(error.value)
-    assert "PeerError" not in str(error.value)
-    assert isinstance(error.value.__cause__, Injected)
-    assert broken(tmp_path / "checkpoint-1") is None
-
-
-# `ditmesh train` as a rank of torchrun, of which rank 1 fails.
-AS_A_RANK = """
-import os, sys
-from ditmesh.cli.main import main
-from ditmesh.train.trainer import Trainer
-from test_train_faults import Faulty
-prepare, point = Trainer._prepare, sys.argv.pop()
-def faulty(trainer):
-    prepare(trainer)
-    if os.environ["RANK"] == "1":
-        Faulty(trainer, point)
-Trainer._prepare = faulty
-main()
-"""
-
-
-def shm():
-    # Semaphores have no memory of a rank's, and come and go with other programs.
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
-
-
-def command_of(data, out, file, name, *more, **changed):
-    file.write_text(json.dumps(grouped(short(data, out, **CONFIGS[name], **changed))))
-    return ["train", str(file), "--threads", "1", "--device", "cpu", *more]
-
-
-@pytest.mark.parametrize(
-    ("name", "point"),
-    [pytest.param(name, point, marks=pytest.mark.matrix) for name in CONFIGS for point in POINTS[:-1]],
-)
-def test_under_torchrun(data, tmp_path, temporary, name, point):
-    """The rank that failed ends with its own traceback, and is what torchrun takes for the cause."""
-    script = tmp_path / "rank.py"
-    script.write_text(AS_A_RANK)
-    mark, environment = marked({**importing_tests(), "TMPDIR": str(temporary)})
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    before, command = shm(), command_of(data, tmp_path / "out", tmp_path / "run.json", name)
-    with interruptible([*start, *command, point], environment) as job:
-        _, said = job.communicate(timeout=200)
-        assert job.returncode == 1, said
-    assert "Injected: on purpose" in said
-    assert "PeerError" not in said
-    assert "rank      : 1 (local_rank: 1)" in said.partition("Root Cause")[2], said
-    assert not wait_until_gone(mark, 20)
-    assert shm() <= before
-    assert broken(tmp_path / "out" / "checkpoint-1") is None
-
-
-SIGNALS = (signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
-# Seconds that the others wait for a rank that is stopped.
-PATIENCE = 20
-SAID = {
-    signal.SIGSTOP: "stopped by a signal such as SIGSTOP",
-    signal.SIGTERM: "was killed by SIGTERM",
-    signal.SIGKILL: "was killed by SIGKILL",
-    signal.SIGINT: "ditmesh: stopped by Ctrl-C\n",
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        pytest.param(name, number, id=f"{name}-{number.name}", marks=pytest.mark.matrix)
-        for name in CONFIGS
-        for number in SIGNALS
-    ],
-)
-def test_a_signal_at_a_random_moment(ranks, data, tmp_path, temporary, name, number):
-    """To one rank, or Ctrl-C to the command: one sentence, nothing left behind, and --resume goes on exactly."""
-    generator = random.Random(f"{name} {number}")
-    out, more = tmp_path / "out", {"max_train_steps": 400}
-    mark, environment = marked({"TMPDIR": str(temporary)})
-    patience = str(PATIENCE if number == signal.SIGSTOP else DEADLINE)
-    words = command_of(data, out, tmp_path / "run.json", name, "--timeout", patience, **more)
-    before = shm()
-    with interruptible([sys.executable, "-m", "ditmesh", *words], environment) as job:
-        limit = time.monotonic() + 120
-        while not list(out.glob("checkpoint-*")) and time.monotonic() < limit and job.poll() is None:
-            time.sleep(0.05)
-        time.sleep(3 * generator.random())
-        victims = [job.pid] if number == signal.SIGINT else ranks_of(job.pid)
-        os.kill(generator.choice(victims), number)
-        try:
-            _, said = job.communicate(timeout=PROMPT + PATIENCE)
-        finally:
-            job.kill()
-        assert job.returncode == (130 if number == signal.SIGINT else 1), said
-    assert SAID[number] in said, said
-    assert not wait_until_gone(mark, 20)
-    assert shm() <= before
-    assert not list(temporary.iterdir())
-    newest = max(int(path.name.split("-")[1]) for path in out.glob("checkpoint-*"))
-    given = short(data, out, **CONFIGS[name], **more)
-    whole, _ = ranks(2).run(losses_of, {**given, "output_dir": str(tmp_path / "whole")}, newest + 1)[0]
-    rest, _ = ranks(2).run(losses_of, {**given, "resume_from_checkpoint": "latest"}, newest + 1)[0]
-    # What lacked nothing but its name is found as well.
-    assert rest == {step: whole[step] for step in rest}
-    assert newest in rest or (out / f"checkpoint-{newest + 1}").exists()
-    assert [row["step"] for row in read_log(out / "loss.csv")] == list(range(newest + 1))

@@ -92,7 +92,6 @@ def test_encoders_that_a_cache_replaces_are_in_no_step_of_a_gpu(data, tmp_path):
         ({}, "cuda", True),
         ({"cache_dir": "c"}, "cuda", False),
         ({"cache_dir": "c"}, "cpu", True),
-        ({"cache_dir": "c", "shuffle_tags": True}, "cuda", True),
     ):
         found = estimated_memory(components, configured(settings(data, tmp_path, lora={}, **more)), device)
         assert found["encode"]["others"] > 0
@@ -100,17 +99,13 @@ def test_encoders_that_a_cache_replaces_are_in_no_step_of_a_gpu(data, tmp_path):
 
 
 def test_a_run_that_cannot_fit_is_refused(data, tmp_path):
-    """Before its weights are read, with what would fit."""
+    """Before its weights are read, with what saves memory."""
     given = settings(data, tmp_path, parallel={"data": 2})
     config, info = configured(given), find_model("emoji-sd3")
     needed = least_memory(config)
     check_training_memory(config, info, torch.device("cpu"), needed)
     with pytest.raises(ditmesh.InputError, match=r"training emoji-sd3 .* GB on a rank .*--memory-limit none"):
         train(configured(given), memory_limit=0.9 * needed)
-    with pytest.raises(ditmesh.InputError, match="sharding: fsdp it would take"):
-        check_training_memory(config, info, torch.device("cpu"), 0.9 * needed)
-    with pytest.raises(ditmesh.InputError, match="nothing that was tried would fit"):
-        check_training_memory(config, info, torch.device("cpu"), 1e3)
 
 
 def test_a_model_that_is_not_known_is_not_refused(data, tmp_path, monkeypatch):

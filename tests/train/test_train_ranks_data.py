@@ -1,4 +1,4 @@
-"""Training data over ranks: one list of samples, caches of one or of several hosts, and ranks that are late."""
+"""Training data over ranks: one list of samples, caches of one or of several hosts, and ranks at their own pace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ditmesh.comm.mesh import Mesh
 from ditmesh.train.data.agreement import agreed_samples
 from ditmesh.train.data.cache import DamagedFile, SampleCache
 from ditmesh.train.data.reading import read_samples
-from ditmesh.train.trainer import Preparing, Trainer
+from ditmesh.train.trainer import Trainer
 from ditmesh.train.uneven import uneven_work
 from support.train import configured, folder_of, save_pipeline, settings
 
@@ -38,32 +38,25 @@ def data(tmp_path_factory) -> Path:
     return folder_of(tmp_path_factory.mktemp("data"), COUNT)
 
 
-def run(given, per_rank=None, late=0.0, until=None):
+def run(given, per_rank=None, until=None):
     """A run on this rank: names asked for and trained, losses, what it tells; or its error.
 
     Args:
         given: the run; per_rank: settings of every rank that differ.
-        late: seconds that the last rank comes late to the cache.
     """
     config = configured(given | ((per_rank or {}).get(rank_of()) or {}))
     seen: list[tuple[str, str]] = []
     try:
         with Trainer(config, pipeline(config.pretrained_model_name_or_path), timeout=60.0) as trainer:
             encoded = trainer.data.encoded
-            sample, fill = encoded._sample, encoded.fill_cache
+            sample = encoded._sample
 
             def watched(index, *more):
                 found = sample(index, *more)
                 seen.append((trainer.data.samples[index].name, trainer.data.samples[found.place].name))
                 return found
 
-            def filled(*arguments):
-                time.sleep(late if rank_of() == dist.get_world_size() - 1 else 0.0)
-                fill(*arguments)
-
             encoded._sample = watched
-            if late:
-                encoded.fill_cache = filled
             outcome = trainer.run(until=until)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
@@ -130,19 +123,8 @@ def test_ranks_with_other_data_are_named(ranks, data, tmp_path):
     # Copies at other places and of other times are the same.
     assert found[0].pop() == [f"{number:03}.png" for number in range(COUNT)]
     for sentence, name in zip(found[0], DIFFERENCES.values(), strict=True):
-        assert sentence.startswith("train_data_dir has to be the same on all ranks, and rank 1 has other samples (")
+        assert sentence.startswith("train_data_dir has to be the same on all ranks, and rank 1: has other samples (")
         assert f"{name!r} first" in sentence
-
-
-def test_a_rank_without_the_folder(ranks, data, tmp_path):
-    nowhere = {1: {"train_data_dir": str(tmp_path / "nowhere")}}
-    found = ranks(2).run(run, one_epoch(data, tmp_path / "out"), nowhere)
-    assert found[0] == found[1]
-    assert "rank 1: train_data_dir=" in found[0]["error"]
-    # Wrong everywhere, it is no matter of ranks.
-    found = ranks(2).run(run, one_epoch(tmp_path / "nowhere", tmp_path / "out"))
-    assert found[0] == found[1]
-    assert found[0]["error"].startswith("InputError: train_data_dir=")
 
 
 def test_what_one_rank_cannot_read_is_known_to_all(ranks, data, tmp_path):
@@ -161,14 +143,6 @@ def test_what_one_rank_cannot_read_is_known_to_all(ranks, data, tmp_path):
 
 
 # --- one cache or several --------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_is_late_leaves_no_holes(ranks, data, tmp_path):
-    given = one_epoch(data, tmp_path / "out", cache_dir=str(tmp_path / "cache"))
-    found = ranks(2).run(run, given, None, 1.5)
-    assert len(files_of(tmp_path / "cache")) == COUNT
-    assert all(asked == got for one in found for asked, got in one["seen"])
-    assert all(one["skipped"] == one["notes"] == [] for one in found)
 
 
 def test_a_cache_of_each_hosts_own(ranks, data, tmp_path):
@@ -261,31 +235,6 @@ def test_a_cache_that_cannot_be_written(tmp_path):
 # --- ranks at their own pace -----------------------------------------------------------------------------------
 
 
-def slow_filling(given, seconds, deadline):
-    """Fill the cache with a last rank that needs so many seconds for each of its samples."""
-    config, shown = configured(given), []
-    with Trainer(config, pipeline(), timeout=deadline, preparing=shown.append) as trainer:
-        if rank_of() == 1:
-            encoder = trainer.data.encoded._encoder
-            encode = encoder.encode
-            encoder.encode = lambda index: (time.sleep(seconds), encode(index))[1]
-        began = time.monotonic()
-        trainer.data.encoded.fill_cache(trainer.mesh, trainer._preparing)
-    return time.monotonic() - began, shown
-
-
-def test_the_deadline_does_not_run_while_ranks_encode(ranks, data, tmp_path):
-    given = one_epoch(data, tmp_path / "out", cache_dir=str(tmp_path / "cache"))
-    (seconds, shown), _ = ranks(2).run(slow_filling, given, 1.2, 5.0)
-    assert seconds > 6
-    assert len(files_of(tmp_path / "cache")) == COUNT
-    last: list[Preparing] = [one for one in shown if one.what == "encoding samples"]
-    done = [one.ranks[1].done for one in last]
-    assert done == sorted(done)
-    assert {one.ranks[1].total for one in last} >= {COUNT // 2}
-    assert len(set(done)) > 3
-
-
 def at_own_pace(case):
     """Rank 1 works for longer than the deadline, hangs, or fails; how that ended here, and after how many seconds."""
     mesh, shown = Mesh(ParallelConfig(data=2), timeout=2.0), []
@@ -293,7 +242,7 @@ def at_own_pace(case):
     began = time.monotonic()
     how = "fine"
     try:
-        with uneven_work(mesh, "counting", shown.append) as advance:
+        with uneven_work(mesh, "counting", lambda *now: shown.append(now)) as advance:
             if rank_of() == 1:
                 advance(1, 9)
                 for number in range(9):
@@ -326,8 +275,8 @@ def test_who_gets_on_is_waited_for_and_who_does_not_is_named(ranks, case, said, 
     assert least < seconds < most
     assert other == {"works": "fine", "hangs": "fine", "fails": "ValueError: on purpose"}[case]
     if case == "works":
-        assert shown[-1][1].total == 9
-        assert len({one[1].done for one in shown}) > 3
+        assert shown[-1] == ("counting", 9, 9)
+        assert len({now[1] for now in shown}) > 3
 
 
 # --- refused before the first step -----------------------------------------------------------------------------

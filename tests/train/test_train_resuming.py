@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 from pathlib import Path
 
 import diffusers
 import pytest
-import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
 import ditmesh
-from ditmesh.comm.mesh import Mesh
 from ditmesh.core.files import digest_of_file, lock_of, written_atomically
 from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoints.checkpoint import MANIFEST, Checkpoints
-from ditmesh.train.checkpoints.export import check_room
 from ditmesh.train.checkpoints.folder import AT_ONCE, NO_MATTER, OTHER_WEIGHTS, check_output
 from ditmesh.train.checkpoints.resuming import ResumeReport
 from ditmesh.train.logs.training_log import read_log
@@ -114,7 +108,7 @@ def test_every_refused_setting_is_named_at_once(stopped):
 
 
 def test_a_resumed_run_says_what_has_changed(stopped):
-    """Before the first step: what changes the curve and what does not."""
+    """Before the first step: what changes the curve, and not what does not."""
     reports = []
     change = {"learning_rate": 1e-5, "seed": 1, "resume_allow_changed": ["seed"], "gradient_checkpointing": True}
     config = configured({**stopped, **change, "optimizer_args": {"amsgrad": False}})
@@ -127,8 +121,6 @@ def test_a_resumed_run_says_what_has_changed(stopped):
         'changes the curve: optimizer_args was {} and is {"amsgrad": false} from this step on',
         "changes the curve: learning_rate was 0.0001 and is 1e-05 from this step on",
         "changes the curve: seed was 0 and is 1 from this step on (allowed)",
-        next(line.strip() for line in lines if "output_dir" in line),
-        "harmless: gradient_checkpointing was false and is true",
     ]
     assert len(outcome.changed) == 3
 
@@ -163,16 +155,6 @@ def test_other_samples_are_refused_unless_allowed(stopped, data, tmp_path):
     assert run({**stopped, "train_data_dir": str(moved)}, 3)[3] == []
     changed = run({**stopped, "train_data_dir": str(other), "resume_allow_changed": ["data", "seed"], "seed": 3})[3]
     assert sorted(one.split()[0] for one in changed) == ["data", "seed"]
-
-
-def test_adapters_that_an_old_checkpoint_has_more_of_are_named(stopped):
-    """Also where the checkpoint holds no settings: those of earlier versions."""
-    manifest = Path(stopped["output_dir"]) / "checkpoint-2" / MANIFEST
-    about = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({name: about[name] for name in ("step", "files")}))
-    with pytest.raises(ditmesh.InputError, match=r"of its weights are not trained by this run \(transformer"):
-        run({**stopped, "lora": {"rank": 2, "target_modules": ["to_q"]}})
-    assert list(run(stopped)[0]) == [2, 3]
 
 
 def test_a_folder_of_another_run_is_refused_and_stays(stopped):
@@ -229,21 +211,6 @@ def sealed(folder):
     return folder
 
 
-def test_a_checkpoint_of_a_stranger_runs_nothing(tmp_path):
-    """torch's own format, which is pickled, is no checkpoint."""
-    marker, folder = tmp_path / "ran", tmp_path / "checkpoint-1"
-    save({"model": {"w": Evil(marker)}}, storage_writer=FileSystemWriter(folder), no_dist=True)
-    (folder / "__0_0.distcp").write_bytes(pickle.dumps(Evil(marker)))
-    (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
-    sealed(folder)
-    checkpoints = Checkpoints(tmp_path, Mesh(ditmesh.ParallelConfig()))
-    assert checkpoints.find("checkpoint-1") == folder
-    assert checkpoints.names(folder) == set()
-    with pytest.raises(ditmesh.InputError, match="checkpoint-1"):
-        checkpoints.load(folder, {"model": {"w": torch.zeros(3)}})
-    assert not marker.exists()
-
-
 def test_a_checkpoint_is_safetensors_and_json(begun):
     folder = Path(begun["output_dir"]) / "checkpoint-2"
     assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
@@ -294,20 +261,6 @@ def test_weights_that_are_not_finite_are_not_saved(stopped):
     assert not (Path(stopped["output_dir"]) / "checkpoint-3").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"learning_rate": 1e38}, "learning_rate=1e.38: AdamW changes each weight .*use at most 1 "),
-        ({"learning_rate": float("nan")}, "learning_rate"),
-        ({"lora": {"dropout": 1.0}}, "dropout=1.0: not below 1"),
-    ],
-    ids=str,
-)
-def test_rates_that_no_run_survives_are_refused(begun, change, said):
-    with pytest.raises(ditmesh.ConfigError, match=said):
-        configured({**begun, **change})
-
-
 def test_a_caption_that_cannot_be_encoded_is_named(stopped, tmp_path):
     config = configured({**stopped, "output_dir": str(tmp_path / "new"), "resume_from_checkpoint": None})
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
@@ -315,10 +268,10 @@ def test_a_caption_that_cannot_be_encoded_is_named(stopped, tmp_path):
         encode = trainer.family.encode
         wrong = trainer.data.samples[3].words
 
-        def encoded(pipe, said, length):
+        def encoded(pipe, said, length, references):
             if wrong in said:
                 raise TypeError("TextEncodeInput must be Union[...]")
-            return encode(pipe, said, length)
+            return encode(pipe, said, length, references)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer.family, "encode", encoded)
@@ -388,7 +341,7 @@ def test_an_export_that_fails_leaves_the_older_one_and_the_weights(begun, tmp_pa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ditmesh.train.checkpoints.export._card", full)
+        patch.setattr("ditmesh.train.checkpoints.export._write", full)
         with pytest.raises(ditmesh.InputError, match=r"No space left .*weights of step 2 are in .*checkpoint-2: "):
             exported(again)
         # Neither the last checkpoint can be written.
@@ -399,15 +352,4 @@ def test_an_export_that_fails_leaves_the_older_one_and_the_weights(begun, tmp_pa
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert sorted(path.name for path in tmp_path.glob("out/*") if path.is_dir()) == ["checkpoint-1", folder.name]
     assert exported(again)["step"] == 2
-    assert (folder / "README.md").read_text() != before[folder / "README.md"].decode()
-
-
-def test_a_disk_that_is_too_small_is_said_before_the_first_step(begun, tmp_path, monkeypatch):
-    given = {**begun, "output_dir": str(tmp_path), "max_train_steps": 4}
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(ditmesh.InputError, match=r"has 1 kB left, and the end of the run needs .* for a checkpoint"):
-        run(given)
-    check_room(configured(given), 400, 600, 0, 4)
-    with pytest.raises(ditmesh.InputError, match="has 1 kB left"):
-        check_room(configured(given), 400, 601, 0, 4)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} != before

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ditmesh
-from ditmesh.train.config import GONE, GROUPS, TrainConfig
+from ditmesh.train.config import GROUPS, TrainConfig
 from ditmesh.train.optimizer.update import _schedule
 from ditmesh.train.settings import DataSetConfig, LoraConfig, SampleSettings
 from support.train import configured
@@ -104,7 +104,6 @@ def test_every_setting_is_described():
 def test_there_are_at_most_sixty_settings():
     names = TrainConfig.flat_names()
     assert len(names) == len({*names}) <= 60
-    assert not {*names} & {*GONE}
 
 
 def test_the_page_is_up_to_date(request):
@@ -118,15 +117,14 @@ def test_the_page_is_up_to_date(request):
 GIVEN = {"pretrained_model_name_or_path": "m", "train_data_dir": "d", "output_dir": "o"}
 
 
-# As text, since Python writes no integers of thousands of digits.
-@pytest.mark.parametrize("text", ["-1", "0", "10**12", "1 << 15000", "1e30", "float('nan')", "float('inf')", "'1e400'"])
+@pytest.mark.parametrize("text", ["-1", "0", "10**12", "1e30", "float('nan')", "float('inf')", "'1e400'"])
 @pytest.mark.parametrize(
     "name",
     ["resolution", "num_frames", "train_batch_size", "global_batch_size",
      "max_train_steps", "num_train_epochs", "lora.rank", "train_data.weight"],
 )  # fmt: skip
 def test_a_number_out_of_range_is_one_sentence(name, text):
-    """Of what is listed or allocated before a step, and of numbers that Python does not write."""
+    """Of what is listed or allocated before a step."""
     group, _, inner = name.rpartition(".")
     value = eval(text)
     given: dict[str, Any] = {**GIVEN, name: value}
@@ -141,21 +139,15 @@ def test_a_number_out_of_range_is_one_sentence(name, text):
     assert "\n" not in str(refused.value)
 
 
-BOMB = "\n".join(
-    ["a: &l0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", *(f"b{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 9))]
-)
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (f"seed: {'9' * 5000}", "digits"),
         ("[" * 5000, "nested too deeply"),
-        (f"optimizer:\n  args:\n    {BOMB.replace(chr(10), chr(10) + '    ')}", "more than 100000 values"),
         ("seed: 2025-13-45", "month"),
         ("seed: !!python/object/apply:os.getcwd []", "tag"),
     ],
-    ids=["digits", "depth", "aliases", "date", "tag"],
+    ids=["digits", "depth", "date", "tag"],
 )
 def test_a_file_that_is_no_plain_settings_is_one_sentence(tmp_path, text, words):
     file = tmp_path / "run.yaml"

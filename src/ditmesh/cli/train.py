@@ -90,9 +90,11 @@ def train(
     chosen = _configured(config, change or (), parallel.settings(), resume, devices)
     world_size = devices or chosen.parallel.world_size
     kind = _device_of(chosen, device, there, world_size)
-    memory, show = memory_check(memory_limit), Shown(there is None or there.rank == 0)
+    checked, limit = memory_check(memory_limit)
+    options = {"timeout": timeout, "check_memory": checked, "memory_limit": limit}
+    show = Shown(there is None or there.rank == 0)
     with show.progress, launcher(there and "torchrun", world_size, kind, threads, timeout) as ranks:
-        results = ranks.run(_on_rank, chosen, timeout, *memory, on_message=lambda _, now: show(now))
+        results = ranks.run(_on_rank, chosen, options, on_message=lambda _, now: show(now))
         is_reporter = ranks.is_reporter
     if is_reporter:
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
@@ -153,10 +155,8 @@ def _say_check(result: dict[str, Any]) -> Report:
         low, high = result["timesteps"]
         report.text(f"Of two transformers {result['component']} is trained, on timesteps {low:g} to {high:g}.")
     if result["picture"] is not None:
-        what = {"first frame": "the sample's first frame", "hole": "the sample's image with a hole"}.get(
-            result["picture"], "a reference picture"
-        )
-        report.text(f"Its input beside the caption is {what}.")
+        own = {"first frame": "the sample's first frame", "hole": "the sample's image with a hole"}
+        report.text(f"Its input beside the caption is {own.get(result['picture'], 'a reference image')}.")
     for size in result["sizes"]:
         rows = [["arguments by caption", ", ".join(size["captions"])]]
         if size["pictures"]:
@@ -257,21 +257,13 @@ def _configured(
     return TrainConfig.read(run)
 
 
-def _on_rank(
-    config: TrainConfig, timeout: float, check_memory: bool, memory_limit: float | None, *, report: MessageSink
-) -> dict[str, Any]:
+def _on_rank(config: TrainConfig, options: dict[str, Any], *, report: MessageSink) -> dict[str, Any]:
     """Train on a rank of the command; progress is reported as plain data, which the command reads without torch."""
     from ..generate.runner import quieten
     from ..train.run import train
 
     quieten()
-    return train(
-        config,
-        timeout=timeout,
-        report=lambda now: report(asdict(now)),
-        check_memory=check_memory,
-        memory_limit=memory_limit,
-    )
+    return train(config, report=lambda now: report(asdict(now)), **options)
 
 
 def _change(run: dict[str, Any], change: str) -> None:
@@ -281,10 +273,9 @@ def _change(run: dict[str, Any], change: str) -> None:
         raise InputError(f"--set {change!r} is not NAME=VALUE")
     *groups, last = name.split(".")
     for group in groups:
-        if not isinstance(run.get(group) or {}, dict):
+        run[group] = run[group] if run.get(group) else {}
+        if not isinstance(run[group], dict):
             raise InputError(f"--set {change!r}: {group} is no group of settings")
-        if run.get(group) is None:
-            run[group] = {}
         run = run[group]
     from ..train.config import parsed_yaml
 

@@ -8,15 +8,14 @@ from ..requirements import check_versions
 
 if TYPE_CHECKING:
     from .config import TrainConfig
-    from .families import FAMILIES
     from .gradients.reduce import reduce_gradients
 
-__all__ = ["FAMILIES", "TrainConfig", "reduce_gradients"]
+__all__ = ["TrainConfig", "reduce_gradients"]
 
 check_versions("train")
 
 # Loaded on first use: the command reads a run's configuration before it waits for torch.
-_LAZY = {"FAMILIES": "families", "TrainConfig": "config", "reduce_gradients": "gradients.reduce"}
+_LAZY = {"TrainConfig": "config", "reduce_gradients": "gradients.reduce"}
 
 
 def __getattr__(name: str) -> Any:

@@ -185,7 +185,9 @@ def parsed_yaml(text: str) -> Any:
     """
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 

@@ -66,11 +66,6 @@ def _problems_of_ranks(config: TrainConfig) -> Iterator[str]:
     if config.in_order:
         # Raises where the degrees are none of reproducible mode.
         _ = config.placement
-    if config.model.compile and (config.parallel.world_size > config.parallel.data or config.in_order):
-        yield (
-            f"compile={config.model.compile}: compiled blocks have no gradient of attention across ranks and choose "
-            "kernels by themselves; of parallel use data alone, and leave reproducible out, or leave compile out"
-        )
     if speeds is not None and sharding == "fsdp":
         yield (
             "data_speeds: each forward of sharding: fsdp is a collective of all data ranks, which have as many; "

@@ -47,7 +47,6 @@ class NoiseObjective:
 
     Args:
         scheduler: the pipeline's; it is not changed, and only its settings count.
-        config: objective, density of noise levels, weights.
 
     Attributes:
         kind: name of the objective.

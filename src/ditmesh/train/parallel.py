@@ -16,7 +16,6 @@ from .config import TrainConfig
 from .gradients.speeds import DataSpeeds
 from .gradients.sync import GradientSync, TensorSlicesOf
 from .model.adapters import add_adapters
-from .model.compiling import compile_blocks_of
 from .model.frozen import freeze
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -58,11 +57,6 @@ class ParallelTraining:
         undo: gets what takes the ranks off the model again.
         restore: undoes `parallelize`, or what it is given.
 
-    Attributes:
-        speeds: of the data ranks.
-        slices: what tensor ranks hold.
-        sync: of the gradients.
-
     Raises:
         ConfigError: the model cannot be trained so.
     """
@@ -80,16 +74,12 @@ class ParallelTraining:
         _check_dropout(model, mesh)
         # Of the whole weights: `parallelize` cuts them.
         self.slices = TensorSlicesOf(model, mesh, f"{config.denoiser}.")
-        # Ranks that have whole samples only exchange gradients; attention that may cross ranks is no code to compile.
-        whole = bool(config.model.compile) and mesh.world_size == mesh.data.size
-        if (mesh.world_size > 1 or config.in_order) and not whole:
+        if mesh.world_size > 1 or config.in_order:
             parallelize(cast(Any, model), mesh.config, mesh=mesh)
             undo.callback(restore)
         if config.quantises_slices:
             # Slices are cut of plain weights.
             freeze(model, config.model.base_precision)
-        if config.model.compile:
-            compile_blocks_of(model, config, undo)
         self.sync = GradientSync(trained, mesh, config.model.sharding, self.slices)
         undo.callback(self.sync.close)
         # FSDP2 replaces the parameters.

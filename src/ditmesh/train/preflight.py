@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from ..config import ParallelConfig, setting
 from ..errors import ConfigError, InputError, did_you_mean
 from ..generate.job import check_config, check_folder
 from ..generate.model_info import ModelInfo
-from .config import LoraConfig, TrainConfig
+from .config import TrainConfig
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -60,16 +59,15 @@ def check_folders(config: TrainConfig) -> None:
 def check_run(config: TrainConfig, info: ModelInfo) -> None:
     """Reject errors in the settings, the model's JSON files and the folders.
 
-    Imports torch, and diffusers where there is a LoRA.
-
     Raises:
         ConfigError, InputError: naming the setting, its value and the way out.
     """
     check_settings(config)
-    if config.model.encoder_precision is not None:
+    if config.model.encoder_precision is not None or config.lora is not None:
         from .model.frozen import check_precision
 
         check_precision(config.model.encoder_precision, "encoder_precision")
+        check_precision(config.model.base_precision)
     check_folders(config)
     check_folder(config.output_dir, "output_dir")
     if config.data.cache_dir is not None:
@@ -89,39 +87,21 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
     check_trackers(config)
     if not info.transformer_class:
         raise ConfigError(f"{info.pipeline_class} has no transformer to train")
-    _check_family(info)
-    _check_lora(config.lora, info, config)
-
-
-def _check_family(info: ModelInfo) -> None:
-    """Reject pipelines that cannot be observed."""
     import diffusers
 
-    from .families import FAMILIES
     from .observed.family import check_observable
 
     kind = getattr(diffusers, info.pipeline_class, None)
-    names = [name if isinstance(name, str) else name.__name__ for name in FAMILIES]
-    if isinstance(kind, type) and info.transformer_class not in names:
+    if isinstance(kind, type):
         check_observable(kind)
-
-
-def _check_lora(lora: LoraConfig | None, info: ModelInfo, config: TrainConfig) -> None:
-    """Reject adapters of modules that do not exist, or that cannot be loaded again."""
-    if lora is None:
+    if config.lora is None:
         return
-    import diffusers
-
     from ..layout.describe import meta_model
-    from .model.adapters import check_base, check_modules, targets_of
-    from .model.frozen import check_precision
+    from .model.adapters import check_modules, targets_of
 
-    check_precision(config.model.base_precision)
-    pipeline: Any = getattr(diffusers, info.pipeline_class, None)
-    if pipeline is not None:
-        check_modules(pipeline, config)
-    check_base(lora)
+    if kind is not None:
+        check_modules(kind, config)
     settings = info.part(config.denoiser)
     transformer = str(settings.get("_class_name", "transformer"))
     if hasattr(diffusers, transformer):
-        targets_of(meta_model(transformer, settings), lora)
+        targets_of(meta_model(transformer, settings), config.lora)

@@ -22,7 +22,7 @@ from .checkpoints.export import export
 from .config import TrainConfig
 from .memory_check import check_training_memory
 from .model.frozen import read_pipeline_frozen
-from .trainer import Outcome, Trainer
+from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,10 @@ def train(
         memory_limit: bytes that a rank may take; None: what its device has left.
 
     Returns:
-        What `_facts` has, ``seconds``, ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights),
-        ``memory`` (bytes of the rank that needed most at the peak of the first step, on a GPU of its tensors), and
-        ``weights`` (in reproducible mode a digest of the trained weights' bits, before averaging; else None).
+        ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), sentences of `Outcome`,
+        ``seconds``, ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``memory`` (bytes of the
+        rank that needed most at the peak of the first step, on a GPU of its tensors), and ``weights`` (in reproducible
+        mode a digest of the trained weights' bits, before averaging; else None).
 
     Raises:
         ConfigError, InputError: settings, data and model do not fit.
@@ -77,9 +78,12 @@ def train(
     folder = Path(config.output_dir) / ("lora" if config.lora is not None else "pipeline")
     with lock:
         if speaks:
-            folder = export(pipe, weights, config, model, outcome.step, outcome.losses.get(outcome.step - 1))
+            folder = export(pipe, weights, config, model, outcome.step)
     return {
-        **_facts(config, outcome),
+        "step": outcome.step,
+        "resumed": outcome.step - len(outcome.losses),
+        "loss": outcome.losses.get(outcome.step - 1),
+        **{name: getattr(outcome, name) for name in ("skipped", "notes", "unsaved", "changed")},
         "seconds": time.monotonic() - began,
         "pipeline": str(folder),
         "memory": memory,
@@ -92,9 +96,7 @@ def _read_pipeline(config: TrainConfig, limit: float | None) -> Any:
     info = find_model(config.pretrained_model_name_or_path)
     if limit != math.inf and info.local:
         check_training_memory(config, info, device_of_rank(), limit)
-    lora = config.lora
-    is_frozen = config.model.base_precision is not None and lora is not None and not lora.fuse_base_lora
-    if config.model.base_precision is not None and is_frozen and not config.quantises_slices:
+    if config.model.base_precision is not None and not config.quantises_slices:
         pipe = read_pipeline_frozen(info, config.model.base_precision)
     else:
         pipe = read_saved(info)
@@ -102,30 +104,13 @@ def _read_pipeline(config: TrainConfig, limit: float | None) -> Any:
     return pipe
 
 
-def _facts(config: TrainConfig, outcome: Outcome) -> dict[str, Any]:
-    """The result of a run.
-
-    ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), and lists of sentences:
-    ``skipped``, ``notes``, ``unsaved`` and ``changed`` (settings that are not the checkpoint's).
-    """
-    return {
-        "step": outcome.step,
-        "resumed": outcome.step - len(outcome.losses),
-        "loss": outcome.losses.get(outcome.step - 1),
-        "skipped": outcome.skipped,
-        "notes": outcome.notes,
-        "unsaved": outcome.unsaved,
-        "changed": outcome.changed,
-    }
-
-
 class _Validation:
     """Images of the validation prompts."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        draws = getattr(trainer.family, "draws_from_prompts", None)
-        if trainer.config.output.validation_prompts and draws is not None and not draws():
+        beside = trainer.family.source_image or trainer.family.reference
+        if trainer.config.output.validation_prompts and beside is not None:
             raise ConfigError(
                 f"validation_prompts: {type(trainer.pipe).__name__} draws from an image, and a prompt alone has none; "
                 "leave it out"

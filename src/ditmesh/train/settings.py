@@ -51,13 +51,10 @@ class LoraConfig(SettingsGroup):
         description="Names of the transformer's linear layers with an adapter, or ``all-linear``; a class without the "
         "default names has them on its attention projections.",
     )
-    base_lora: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field(
-        default=(), description="Frozen adapters below the one that is trained, each as ``FILE[:scale]``."
-    )
     comfyui: bool = Field(
         default=False,
-        description="Save the adapter in ComfyUI's names as well, as ``comfyui.safetensors``: of Wan, LTX, Lumina 2 "
-        "and HunyuanVideo it knows no others.",
+        description="Save the adapter in ComfyUI's names as well, as ``comfyui.safetensors``: of Wan, LTX, Lumina 2, "
+        "HunyuanVideo and Cosmos it knows no others.",
     )
 
     @model_validator(mode="after")
@@ -72,8 +69,8 @@ class SampleSettings(SettingsGroup):
 
     caption_column: str | None = Field(
         default=None,
-        description="The column of captions, or of labels, in the listing or table, or their key in an image's JSON "
-        "file; None: the first of ``text``, ``caption`` and ``prompt`` that exists, or ``label``.",
+        description="The column of captions, or of labels, in the listing or table; None: the first of ``text``, "
+        "``caption`` and ``prompt`` that exists, or ``label``.",
     )
     instance_prompt: str | None = Field(default=None, description="The caption of samples that have none.")
     trigger_word: str | None = Field(
@@ -89,7 +86,7 @@ class SampleSettings(SettingsGroup):
         description="A folder of reference images with the names of the images, for edit and control models.",
     )
     conditioning_image_column: str | None = Field(
-        default=None, description="The column or key with an image's reference images; in a tar, their suffix."
+        default=None, description="The column with an image's reference image."
     )
     resolution: Pixels = Field(
         default=512,
@@ -129,8 +126,8 @@ class DataConfig(SampleSettings):
 
     train_data_dir: str = Field(
         default="",
-        description="A folder of images or videos with ``metadata.jsonl``, another listing or caption files, or a "
-        "folder of WebDataset tars, or a data set of the ``datasets`` package.",
+        description="A folder of images or videos with ``metadata.jsonl``, ``metadata.csv`` or caption files, or a "
+        "data set of the ``datasets`` package.",
     )
     train_data: tuple[DataSetConfig, ...] = Field(
         default=(),
@@ -196,9 +193,6 @@ class ModelConfig(SettingsGroup):
         "``none`` (gradients are averaged after the backward pass); ``auto``: ``ddp``, in reproducible mode ``none``.",
     )
     gradient_checkpointing: bool = Field(default=False, description="Recompute blocks in the backward pass.")
-    compile: bool | str = Field(
-        default=False, description="Compile the transformer's blocks with torch.compile: ``true``, or a backend's name."
-    )
     objective: Literal["auto", "flow", "epsilon", "v_prediction"] = Field(
         default="auto", description="``auto`` is the scheduler's own objective."
     )

@@ -33,13 +33,7 @@ from .optimizer.update import WeightUpdate
 
 
 class TrainState:
-    """The state of a run over the ranks of a mesh.
-
-    Args:
-        trained: modules by name, parallelised and sharded already.
-        slices: what tensor ranks hold.
-        update: optimizer, schedule and average.
-    """
+    """The state of a run over the ranks of a mesh; ``trained``: modules by name, parallelised and sharded already."""
 
     def __init__(
         self, config: TrainConfig, mesh: Mesh, trained: nn.ModuleDict, slices: TensorSlicesOf, update: WeightUpdate

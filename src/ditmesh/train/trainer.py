@@ -24,14 +24,16 @@ from .checkpoints.checkpoint import Checkpoints, checkpoint_facts
 from .checkpoints.folder import hold_output, run_settings
 from .checkpoints.resuming import ResumeReport, run_differences
 from .config import TrainConfig
+from .data.agreement import agreed_samples
 from .data.order import MicroBatch, shares
+from .data.sources import all_samples
 from .data.training_data import TrainingData
 from .logs.trackers import check_trackers
 from .logs.training_log import TrainingLog
 from .memory import peak_bytes
 from .model.frozen import freeze_encoders
 from .objective import NoiseObjective, sample_losses
-from .observed.family import family_of
+from .observed.family import ObservedFamily
 from .optimizer.optimizers import rate_of
 from .optimizer.update import WeightUpdate
 from .parallel import ParallelTraining, trained_modules
@@ -42,15 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """The report after every optimizer step.
-
-    Attributes:
-        step, steps: done, and of how many.
-        loss: mean over the step's samples.
-        lr, grad_norm: of the step; the norm before clipping.
-        samples_per_second: of this step.
-        seconds_left: at this pace.
-    """
+    """The report after every optimizer step: the mean loss over its samples, and the norm before clipping."""
 
     step: int
     steps: int
@@ -63,12 +57,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Preparing:
-    """A report before the first step.
-
-    Attributes:
-        what: it does, such as ``"encoding samples"``.
-        done, total: parts of all ranks; a total of 0 is not known yet.
-    """
+    """A report before the first step: what it does, and the parts of all ranks; a total of 0 is not known yet."""
 
     what: str
     done: int
@@ -121,9 +110,8 @@ class Trainer:
     ) -> None:
         self._report_preparing = preparing
         self.config, self.pipe, self.device = config, pipe, torch.device(device)
-        self.family = family_of(pipe, config)
-        # Observed families know of samplers that have other levels than training has.
-        self.objective = NoiseObjective(getattr(self.family, "scheduler", pipe.scheduler), config)
+        self.family = ObservedFamily(pipe, config)
+        self.objective = NoiseObjective(self.family.scheduler, config)
         self.mesh = Mesh(config.placement, self.device, timeout)
         self._failed = False
         self._undo = ExitStack()
@@ -148,9 +136,10 @@ class Trainer:
         freeze_encoders(pipe, config)
         pipe.to(self.device)
         self.family.prepare(pipe)
-        self.data = TrainingData(pipe, self.family, config, self.mesh, self.device, self._preparing)
-        bounds = getattr(self.family, "moments_of_training", None)
-        if bounds is not None:
+        by = self.family.conditioned_by
+        samples = agreed_samples(self.mesh, lambda advance: all_samples(config.data, by, advance), self._preparing)
+        self.data = TrainingData(pipe, self.family, config, samples, self.device)
+        if (bounds := self.family.moments_of_training) is not None:
             # Those of the one of two transformers that is trained.
             self.objective.keep_between(*bounds)
         self.trained = trained_modules(pipe, config)

@@ -89,7 +89,6 @@ def uneven_work(mesh: Mesh, what: str, show: Show | None = None) -> Iterator[Adv
     """Around work that ranks do at their own pace; at the end they wait for one another. Collective.
 
     Args:
-        mesh: the ranks, and their deadline.
         what: for messages, such as ``"encoding samples"``.
         show: called on this rank every half second at most, between two parts of the work or while it waits.
 

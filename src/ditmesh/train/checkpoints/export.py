@@ -17,16 +17,13 @@ from ..model.adapters import save_adapters
 from .checkpoint import MANIFEST, broken
 
 
-def export(
-    pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: type, step: int, loss: float | None
-) -> Path:
-    """Save the pipeline with the trained weights, or only the adapters, and a model card.
+def export(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: type, step: int) -> Path:
+    """Save the pipeline with the trained weights, or only the adapters.
 
     Args:
-        pipe: the pipeline that was trained; its transformer may be in shards, and is replaced.
+        pipe: its transformer may be in shards, and is replaced by one of class ``model``.
         weights: by name, whole, on the CPU.
-        model: the transformer's class.
-        step, loss: the last one, and its loss.
+        step: the last one.
 
     Returns:
         The folder. An older one of that name stays until the new one is whole.
@@ -38,7 +35,6 @@ def export(
     try:
         with written_atomically(folder) as part:
             _write(pipe, weights, config, model, part)
-            (part / "README.md").write_text(_card(pipe, config, folder, step, loss), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         checkpoint = Path(config.output_dir) / f"checkpoint-{step}"
         where = "the weights of the last step are in no checkpoint; go on from the last one with --resume"
@@ -68,25 +64,3 @@ def _write(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
         # A local path.
         if isinstance(content, dict) and content.pop("_name_or_path", None) is not None:
             file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _card(pipe: Any, config: TrainConfig, folder: Path, step: int, loss: float | None) -> str:
-    given = config.model_dump(mode="json", exclude_unset=True)
-    lines = [
-        "---",
-        "library_name: diffusers",
-        f"base_model: {config.pretrained_model_name_or_path}",
-        f"tags: [{'lora, ' if config.lora is not None else ''}ditmesh]",
-        "---",
-        "",
-        f"# {folder.parent.name or 'A trained pipeline'}",
-        "",
-        f"`{type(pipe).__name__}`, trained with ditmesh for {step} steps of {config.batch} samples"
-        + (f"; loss of the last step {loss:.4g}." if loss is not None else "."),
-        "",
-        "| setting | value |",
-        "|---|---|",
-        *(f"| {name} | `{value}` |" for name, value in given.items()),
-        "",
-    ]
-    return "\n".join(lines)

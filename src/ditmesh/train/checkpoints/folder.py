@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +25,7 @@ NO_MATTER = {
 # Settings with a new value from the first step on.
 AT_ONCE = {
     *("learning_rate", "lr_scheduler", "lr_warmup_steps", "lr_decay_steps", "max_grad_norm", "ema_decay"),
-    *("compile", "encoder_precision", "max_train_steps", "num_train_epochs", "mixed_precision"),
+    *("encoder_precision", "max_train_steps", "num_train_epochs", "mixed_precision"),
     *("lora.dropout", "optimizer_args"),
 }
 # Settings with which the checkpoint has states of other weights.
@@ -39,11 +38,6 @@ OTHER_WEIGHTS = {
 }
 
 
-def occupied(folder: Path) -> Path | None:
-    """The file of an earlier run that another run would overwrite; None: none."""
-    return next((path for pattern in LEFT for path in sorted(folder.glob(pattern))), None)
-
-
 def check_output(config: TrainConfig) -> None:
     """Reject a run into the output folder of another run, before any rank starts.
 
@@ -53,17 +47,17 @@ def check_output(config: TrainConfig) -> None:
     folder = Path(config.output_dir)
     if not folder.is_dir():
         return
-    held = _held(folder)
-    held.close()
+    _held(folder).close()
     _check_unoccupied(config, folder)
 
 
 def _check_unoccupied(config: TrainConfig, folder: Path) -> None:
     wanted = config.output.resume_from_checkpoint
-    found = occupied(folder)
+    found = next((path for pattern in LEFT for path in sorted(folder.glob(pattern))), None)
     if found is None or wanted == "latest":
         return
-    if wanted is None or not _inside(folder, wanted):
+    checkpoint = Path(wanted or "") if wanted is None or Path(wanted).is_dir() else folder / wanted
+    if wanted is None or checkpoint.parent.resolve() != folder.resolve():
         raise InputError(
             f"output_dir={config.output_dir!r} has {found.name} of an earlier run; resume that run with --resume, or "
             "give another output_dir"
@@ -78,24 +72,17 @@ def _check_unoccupied(config: TrainConfig, folder: Path) -> None:
         )
 
 
-def _inside(folder: Path, wanted: str) -> bool:
-    there = Path(wanted) if Path(wanted).is_dir() else folder / wanted
-    return there.parent.resolve() == folder.resolve()
-
-
 def _held(folder: Path) -> IO[str]:
     try:
         held = lock_of(folder / LOCK)
     except OSError as error:
         raise InputError(f"output_dir={str(folder)!r} cannot be written to: {error}") from None
     if held is None:
-        with contextlib.suppress(OSError):
-            who = (folder / LOCK).read_text(encoding="utf-8").strip()
-            raise InputError(
-                f"output_dir={str(folder)!r} is used by another run (process {who or 'unknown'}); wait for its end, or "
-                "give another output_dir"
-            )
-        raise InputError(f"output_dir={str(folder)!r} is used by another run; give another output_dir")
+        process = (folder / LOCK).read_text(encoding="utf-8").strip() or "unknown"
+        raise InputError(
+            f"output_dir={str(folder)!r} is used by another run (process {process}); wait for its end, or give another "
+            "output_dir"
+        )
     return held
 
 

@@ -32,8 +32,7 @@ def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: 
         allowed: settings that may differ although they change the training.
 
     Raises:
-        InputError: settings differ that change which samples are learned from, or which weights there are; names all
-            of them, with the way out.
+        InputError: settings differ that change the samples or the weights; names all of them, with the way out.
     """
     allowed = {*allowed}
     changed: list[str] = []

@@ -27,9 +27,6 @@ def agreed_samples(mesh: Mesh, find: Callable[[Callable[[int], None]], Samples],
         find: reads the data set of this rank; it is given what to call with how many samples it has seen so far.
         show: as for `uneven_work`.
 
-    Returns:
-        The samples of this rank's files, and what any rank could not read.
-
     Raises:
         InputError: on every rank, the same sentence: a rank cannot read its data set, or has another one.
         PeerError: another rank has failed.
@@ -63,6 +60,6 @@ def agreed_samples(mesh: Mesh, find: Callable[[Callable[[int], None]], Samples],
 
 
 def _identity(sample: Sample) -> str:
-    images = [image for image in (sample.attached.mask, *sample.attached.references) if image is not None]
+    images = [image for image in (sample.attached.mask, sample.attached.reference) if image is not None]
     beside = [(image.name, image.size()) for image in images]
     return digest((sample.name, sample.words, tuple(sample.size), sample.part.file.stat().st_size, beside))

@@ -7,7 +7,7 @@ table.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -81,22 +81,17 @@ class Part:
 
 @dataclass(frozen=True)
 class SampleImages:
-    """The images that belong to a sample.
-
-    Attributes:
-        mask: of the loss; None: all of the image counts.
-        references: for the transformer's conditions.
-    """
+    """The images that belong to a sample: a mask of the loss (None: all counts), and one for its conditions."""
 
     mask: Part | None = None
-    references: tuple[Part, ...] = ()
+    reference: Part | None = None
 
 
 class AttachedImages:
     """Finds the images that belong to the samples of a data set.
 
     Attributes:
-        column: the column that names reference images; None: none does.
+        column: the column that names a reference image; None: none does.
         unmasked: names of samples without a mask, in a data set that has masks.
 
     Raises:
@@ -115,44 +110,32 @@ class AttachedImages:
         """True if a folder is one of them: the files in it are no samples."""
         return bool(self._places) and Path(folder).resolve() in self._places
 
-    def named(self, row: Mapping[str, Any], find: Callable[[str], str | None], where: str) -> list[str]:
-        """Names of the reference images that a row of a listing gives.
-
-        Args:
-            row: columns and values.
-            find: the name of a file below the data set's folder by its name in the row; None: it does not exist.
-            where: for messages.
+    def named(self, row: Mapping[str, Any], find: Callable[[str], str | None], where: str) -> str | None:
+        """The name of the reference image that a row of a listing gives; ``find`` makes it of the name there, or None.
 
         Raises:
-            InputError: a file is not there.
+            InputError: it is not there.
         """
         value = None if self.column is None else row.get(self.column)
         if value is None or value == "":
-            return []
-        names = []
-        for file in value if isinstance(value, (list, tuple)) else [value]:
-            name = find(file) if isinstance(file, str) else None
-            if name is None:
-                raise InputError(f"{where}: {self.column} names {str(file)[:80]!r}, which is not there")
-            names.append(name)
-        return names
+            return None
+        name = find(value) if isinstance(value, str) else None
+        if name is None:
+            raise InputError(f"{where}: {self.column} names {str(value)[:80]!r}, which is no image that is there")
+        return name
 
-    def of(self, name: str, references: Sequence[Part], size: tuple[int, int]) -> SampleImages:
-        """The images that belong to a sample.
-
-        Args:
-            references: those that a column names.
-            size: (height, width) of its image, in pixels.
+    def of(self, name: str, reference: Part | None, size: tuple[int, int]) -> SampleImages:
+        """The images that belong to a sample of (height, width) pixels; ``reference``: what a column names.
 
         Raises:
             InputError: one cannot be read, or there is no reference image, or the mask has another shape; one sentence.
         """
         stem = os.path.splitext(name)[0]
-        if not references and self._references is not None and stem in self._references:
-            references = [self._references[stem]]
-        if self._wants_references and not references:
+        if reference is None and self._references is not None:
+            reference = self._references.get(stem)
+        if self._wants_references and reference is None:
             raise InputError("there is no conditioning image of it")
-        for reference in references:
+        if reference is not None:
             reference.size()
         mask = None if self._masks is None else self._masks.get(stem)
         if self._masks is not None and mask is None:
@@ -164,7 +147,7 @@ class AttachedImages:
                     f"it has {size[1]} x {size[0]} pixels, and its mask {mask.name} {width} x {height}, which is "
                     "another shape; draw the mask over the image"
                 )
-        return SampleImages(mask, tuple(references))
+        return SampleImages(mask, reference)
 
 
 def _files_of(folder: str, setting: str) -> dict[str, Part]:

@@ -28,10 +28,9 @@ class DamagedFile(Exception):
 
 
 class SampleCache:
-    """The encoded samples of one data set, encoder and setting, in one folder.
+    """The encoded samples of one data set, encoder and setting, in one folder, which is made if need be.
 
     Args:
-        folder: where files are; made if need be.
         keys: of every sample, the same on all ranks.
 
     Raises:

@@ -28,8 +28,8 @@ Words = str | tuple[str, ...] | int | None
 # Columns of a listing that name the file, and those that hold captions, by precedence.
 FILE_COLUMNS = ("file_name", "filename", "file", "image", "image_path", "video", "video_path", "path")
 CAPTION_COLUMNS = ("text", "caption", "prompt")
-# Suffixes of files next to an image, by precedence.
-BESIDE = {"text": (".txt", ".caption"), "label": (".cls",)}
+# Suffixes of files with captions next to an image, by precedence.
+BESIDE = (".txt", ".caption")
 # Maximum bytes of a listing, and of a file next to an image.
 MOST_LISTING, MOST_BESIDE = 2**32, 2**24
 
@@ -121,22 +121,19 @@ class SampleWords:
             raise InputError(f"{self.source} and {other.source} say different things; leave one there")
 
 
-def read_beside(files: Mapping[str, str], folder: Path, wanted: CaptionColumn) -> SampleWords:
-    """Read the files beside an image that describe it.
-
-    Args:
-        files: names by suffix, relative to the folder.
+def read_beside(files: Mapping[str, str], folder: Path) -> SampleWords:
+    """Read the files beside an image that have its caption; their names by suffix are relative to the folder.
 
     Raises:
         InputError: one of them cannot be read, or they contradict one another.
     """
     first = SampleWords()
-    for kind, name in sorted(files.items(), key=lambda file: BESIDE[wanted.by].index(file[0])):
+    for kind, name in sorted(files.items(), key=lambda file: BESIDE.index(file[0])):
         path = folder / name
         # An empty file is an empty caption.
         is_empty = path.is_file() and not path.stat().st_size
         content = b"" if is_empty else read_whole(path, name, MOST_BESIDE)
-        words = SampleWords(wanted.value(decoded(content, name).strip(), name), kind)
+        words = SampleWords(caption(decoded(content, name).strip(), name), kind)
         first.check_against(words)
         first = words if first.words is None else first
     return first
@@ -162,9 +159,6 @@ class Listing:
 
 def read_listing(path: Path, name: str) -> Listing:
     """Read JSON lines or CSV.
-
-    Args:
-        name: of the listing, for messages.
 
     Raises:
         InputError: it cannot be read as a whole, or no line of it can.

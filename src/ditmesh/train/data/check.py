@@ -10,12 +10,10 @@ import torch
 from ...errors import InputError
 from ...media.images import opened_image
 from ..config import TrainConfig
-from ..observed.family import family_of
-from .encoded import EncodedSamples
-from .order import SampleOrder
+from ..observed.family import ObservedFamily
 from .samples import Sample
-from .sources import Sources, all_samples, sources_of
-from .training_data import check_video_length
+from .sources import all_samples
+from .training_data import TrainingData
 
 # Samples that are decoded.
 MOST_DECODED = 1000
@@ -24,9 +22,6 @@ MOST_DECODED = 1000
 def checked_data(config: TrainConfig, pipe: Any) -> dict[str, Any]:
     """Read a run's data as a run would, and decode it.
 
-    Args:
-        pipe: its pipeline, for the lengths of captions and the sizes that it takes.
-
     Returns:
         ``sets``, ``buckets``, ``captions``, ``skipped``, ``notes``, ``decoded`` (how many were), ``samples``, ``steps``
         and ``batch``.
@@ -34,76 +29,60 @@ def checked_data(config: TrainConfig, pipe: Any) -> dict[str, Any]:
     Raises:
         ConfigError, InputError: as the run would.
     """
-    family = family_of(pipe, config)
-    check_video_length(pipe, family, config)
+    family = ObservedFamily(pipe, config)
     samples = all_samples(config.data, family.conditioned_by)
-    samples.check(config.data)
-    sources = sources_of(config.data, samples)
-    encoded = EncodedSamples(pipe, family, samples.good, sources.sizes, config, torch.device("cpu"))
-    per_step = config.batch // config.optimizer.train_batch_size
-    order = SampleOrder(
-        sources.sizes, config.seed, config.optimizer.train_batch_size, per_step, sources.numbers, sources.weights
-    )
+    data = TrainingData(pipe, family, config, samples, torch.device("cpu"))
     # All samples, or evenly chosen ones of many.
     chosen = samples.good[:: max(1, -(-len(samples.good) // MOST_DECODED))]
     broken, animated = _decoded(chosen, config.data.num_frames)
-    buckets, much_cut = _buckets(sources)
+    buckets: dict[tuple[int, int], list[float]] = {}
+    much_cut = []
+    for sample, (high, wide) in zip(samples.good, data.sizes, strict=True):
+        height, width = sample.size
+        cut = 1 - high * wide / (height * width * max(high / height, wide / width) ** 2)
+        buckets.setdefault((high, wide), []).append(cut)
+        if cut > 0.5:
+            much_cut.append(
+                f"{sample.name} has {width} x {height} pixels, of which {cut:.0%} are cut away; add a bucket of its "
+                "shape, or cut it yourself"
+            )
     return {
-        "sets": _sets(sources, order),
-        "buckets": buckets,
+        "sets": _sets(data, config),
+        "buckets": [
+            {"size": list(size), "samples": len(cuts), "cut_away": sum(cuts) / len(cuts)}
+            for size, cuts in sorted(buckets.items())
+        ],
         "captions": {
             "by": samples.by,
             "with": len(samples.good) - len(samples.without),
             "without": list(samples.without),
             "sources": dict(samples.sources),
-            "cut": encoded.long_captions(),
+            "cut": data.encoded.long_captions(),
         },
         "skipped": [*samples.corrupt, *broken],
         "notes": [*samples.notes, *animated, *much_cut],
         "decoded": len(chosen),
         "samples": len(samples.good),
-        "steps": config.optimizer.max_train_steps or order.steps(config.optimizer.num_train_epochs),
+        "steps": data.steps,
         "batch": config.batch,
     }
 
 
-def _sets(sources: Sources, order: SampleOrder) -> list[dict[str, Any]]:
+def _sets(data: TrainingData, config: TrainConfig) -> list[dict[str, Any]]:
     sets = []
-    per_epoch = order.of_sets(len(sources.configs))
-    for number, config in enumerate(sources.configs):
-        samples = [sample for sample in sources.samples.good if sample.source == number]
+    for number, (own, weight) in enumerate(zip(config.data.sets, config.data.weights, strict=True)):
+        samples = [sample for sample in data.samples if sample.source == number]
         sets.append(
             {
-                "dir": config.train_data_dir,
+                "dir": own.train_data_dir,
                 "samples": len(samples),
-                "weight": sources.weights[number],
-                "per_epoch": per_epoch[number],
+                "weight": weight,
+                "per_epoch": data.order.of_set(number),
                 "masks": sum(sample.attached.mask is not None for sample in samples),
-                "references": sum(bool(sample.attached.references) for sample in samples),
+                "references": sum(sample.attached.reference is not None for sample in samples),
             }
         )
     return sets
-
-
-def _buckets(sources: Sources) -> tuple[list[dict[str, Any]], list[str]]:
-    """Every bucket with its samples and the share of them that is cut away; and sentences about those cut by half."""
-    shares: dict[tuple[int, int], list[float]] = {}
-    sentences = []
-    for sample, size in zip(sources.samples.good, sources.sizes, strict=True):
-        height, width = sample.size
-        factor = max(size[0] / height, size[1] / width)
-        cut = 1 - size[0] * size[1] / (height * width * factor * factor)
-        shares.setdefault(size, []).append(cut)
-        if cut > 0.5:
-            sentences.append(
-                f"{sample.name} has {width} x {height} pixels, of which {cut:.0%} are cut away; add a bucket of its "
-                "shape, or cut it yourself"
-            )
-    buckets = [
-        {"size": list(size), "samples": len(cuts), "cut_away": sum(cuts) / len(cuts)}
-        for size, cuts in sorted(shares.items())
-    ]
-    return buckets, sentences
 
 
 def _decoded(samples: Sequence[Sample], frames: int | None) -> tuple[list[str], list[str]]:
@@ -120,8 +99,8 @@ def _decoded(samples: Sequence[Sample], frames: int | None) -> tuple[list[str], 
                 sample.frames(frames)
             if sample.attached.mask is not None:
                 sample.attached.mask.mask()
-            for reference in sample.attached.references:
-                reference.picture()
+            if sample.attached.reference is not None:
+                sample.attached.reference.picture()
         except (OSError, InputError) as error:
             broken.append(str(error))
     return broken, animated

@@ -20,6 +20,7 @@ from .attached import AttachedImages, Part
 from .captions import By, CaptionColumn, SampleWords
 from .files import files_in
 from .samples import SOME, Sample, Samples, is_nothing
+from .wording import triggered
 
 # Folders beside one that is called train, which are not trained on.
 OTHER_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
@@ -81,21 +82,16 @@ class Collection:
         name: str,
         words: SampleWords,
         part: Part,
-        references: Sequence[Part] = (),
+        reference: Part | None = None,
         opened: BinaryIO | None = None,
     ) -> None:
-        """Add a sample, or the reason for which it is none.
-
-        Args:
-            references: images that a column names for it.
-            opened: its bytes, where they are read already.
-        """
+        """Add a sample, or the reason for which it is none; ``opened``: its bytes, where they are read already."""
         if self.advance is not None:
             self.advance(len(self.good) + len(self.corrupt) + 1)
         try:
             with part.open() if opened is None else opened as file:
                 size = (image_size if self.config.num_frames is None else frame_size)(file, name)
-            attached = self.attached.of(name, references, size)
+            attached = self.attached.of(name, reference, size)
         except InputError as error:
             self.leave_out(name, error)
             return
@@ -103,7 +99,8 @@ class Collection:
             words = SampleWords(self.config.instance_prompt, "instance_prompt")
         if words.words is not None:
             self.sources[words.source] += 1
-        self.good.append(Sample(name, words.words, size, part, attached))
+        worded = triggered(words.words, self.config.trigger_word)
+        self.good.append(Sample(name, worded, size, part, attached))
 
     def leave_out(self, name: str, error: InputError) -> None:
         """Note that a sample cannot be trained."""

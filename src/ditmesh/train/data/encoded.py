@@ -19,8 +19,9 @@ from torch import Tensor
 from ...comm.mesh import Mesh
 from ...core.digests import digest
 from ...errors import ConfigError, InputError
+from ..conditions import Conditions, stacked
 from ..config import TrainConfig
-from ..families import Conditions, Family, stacked
+from ..observed.family import ObservedFamily
 from ..staging import onto
 from ..uneven import Show, uneven_work
 from .cache import DamagedFile, SampleCache
@@ -30,7 +31,7 @@ from .masks import stacked_masks
 from .order import DrawnSample, MicroBatch
 from .references import check_references
 from .samples import Sample
-from .wording import long_captions
+from .wording import captions_of, chosen, long_captions
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +57,7 @@ class Batch:
 
 
 class _Encoded(NamedTuple):
-    """A sample of a batch.
-
-    Attributes:
-        values: pixels, or from the cache moments.
-        place: of the sample that is there, which may be another than was asked for.
-        row: its conditions, from the cache.
-        mask: (h, w) of its loss, not mirrored.
-        reference: its reference image, if conditions are not in the cache.
-    """
+    """A sample of a batch: pixels, or moments from the cache, and conditions; ``place``: of the sample there."""
 
     values: Tensor
     place: int
@@ -77,25 +70,21 @@ class EncodedSamples:
     """Micro-batches of encoded samples.
 
     Args:
-        pipe: the pipeline with its autoencoder and text encoders.
-        family: how they are used.
         samples: the data set, the same on all ranks.
         sizes: (height, width) of every sample's bucket.
-        config: seed, mirroring, empty captions, cache.
         device: where batches go.
 
     Attributes:
         encoders: modules of the pipeline that only encode.
 
     Raises:
-        ConfigError: what is trained cannot be, a label is none of the model's, or a bucket has a size that the model
-            cannot have.
+        ConfigError: the autoencoder is trained, a label is none of the model's, or it cannot have a bucket's size.
     """
 
     def __init__(
         self,
         pipe: Any,
-        family: Family,
+        family: ObservedFamily,
         samples: Sequence[Sample],
         sizes: Sequence[tuple[int, int]],
         config: TrainConfig,
@@ -121,9 +110,6 @@ class EncodedSamples:
 
         Rank 0 alone says which samples those are and under which names they are kept. Where ranks have caches of their
         own, each encodes missing samples when it trains them.
-
-        Args:
-            show: as for `uneven_work`.
 
         Raises:
             InputError: the cache cannot be written, or another rank's encoders have other weights.
@@ -156,8 +142,14 @@ class EncodedSamples:
             mine = missing[rank::size]
             for done, index in enumerate(mine):
                 advance(done, len(mine))
-                if index in lacking:
-                    self._fill(index, self._cache)
+                if index not in lacking:
+                    continue
+                try:
+                    encoded = self._encoder.encode(index)
+                except OSError as error:
+                    self._skip(index, error)
+                else:
+                    self._cache.write(index, encoded)
             advance(len(mine), len(mine))
         for skipped in mesh.world.all_gather_object(self._skipped):
             self._skipped.update(skipped)
@@ -168,14 +160,6 @@ class EncodedSamples:
                     f"cache_dir of rank {other} lacks {count} of {len(self._samples)} samples that other ranks have "
                     "encoded: it is not one folder for all ranks, and each rank encodes what it trains and lacks"
                 )
-
-    def _fill(self, index: int, cache: SampleCache) -> None:
-        try:
-            encoded = self._encoder.encode(index)
-        except OSError as error:
-            self._skip(index, error)
-        else:
-            cache.write(index, encoded)
 
     @property
     def is_complete(self) -> bool:
@@ -211,11 +195,10 @@ class EncodedSamples:
         logger.warning("%s; another sample takes its place", error)
 
     def gather_notes(self, mesh: Mesh) -> tuple[list[str], list[str]]:
-        """The notes of all ranks about their samples, on every rank. Collective.
+        """The notes of all ranks, on every rank. Collective.
 
         Returns:
-            A sentence for every sample that could not be decoded, in whose place another one was trained; and one for
-            every other thing, such as damaged files of the cache.
+            A sentence for every sample in whose place another one was trained, and one for every other thing.
         """
         skipped: dict[int, str] = {}
         notes: dict[str, None] = {}
@@ -230,8 +213,8 @@ class EncodedSamples:
             return []
         captions = [
             (sample.name, text)
-            for index, sample in enumerate(self._samples)
-            for text in self._encoder.wording(index).variants(sample.words)
+            for sample in self._samples
+            for text in captions_of(sample.words)
             if isinstance(text, str)
         ]
         return long_captions(self._pipe, self._config.data, captions)
@@ -253,11 +236,15 @@ class EncodedSamples:
             masks.append(sample.mask.flip(-1) if flip and sample.mask is not None else sample.mask)
         values = torch.stack([sample.values for sample in samples])
         moments = values if self._cache is not None else self._encoder.moments(values)
-        if self._is_kept:
+        if self._cache is not None and self._keeps_text:
             conditions = stacked([sample.row for sample in samples])
         else:
             references = [sample.reference for sample in samples] if self._encoder.has_references else None
-            conditions = self._encoder.conditions(words, references, self._length(micro))
+            length = self._config.data.max_sequence_length
+            if isinstance(length, tuple):
+                # The first sample selects one.
+                length = length[self.seed_of(micro.samples[0], "length") % len(length)]
+            conditions = self._encoder.conditions(words, references, length)
         mean, deviation = moments.chunk(2, dim=1)
         noise = torch.stack([torch.randn(mean.shape[1:], generator=generator) for generator in generators])
         noise = onto(noise, moments.device, moments.dtype)
@@ -272,17 +259,12 @@ class EncodedSamples:
     def _counting(self, mask: Tensor | None, latents: Tensor) -> Tensor | None:
         """A mask on the device, without given latents, such as a first frame."""
         mask = None if mask is None else onto(mask, self._device)
-        trained = getattr(self._family, "trained", None)
-        counted = None if trained is None else trained(latents)
+        counted = self._family.trained(latents)
         if counted is None:
             return mask
         both = counted.expand_as(latents) if mask is None else counted * mask
         along = tuple(range(1, both.dim()))
         return both / both.mean(along, keepdim=True)
-
-    @property
-    def _is_kept(self) -> bool:
-        return self._cache is not None and self._keeps_text
 
     def _chances(self, drawn: DrawnSample, generator: torch.Generator) -> tuple[bool, bool]:
         """(mirrored, without a caption): the random decisions for a sample."""
@@ -290,25 +272,12 @@ class EncodedSamples:
         flip = self._encoder.flips(drawn.index) and bool(chances[0] < 0.5)
         return flip, bool(chances[1] < self._config.data.proportion_empty_prompts)
 
-    def _length(self, micro: MicroBatch) -> int | None:
-        """The prompt length of a micro-batch; from several lengths the first sample selects one."""
-        length = self._config.data.max_sequence_length
-        if not isinstance(length, tuple):
-            return length
-        return length[self.seed_of(micro.samples[0], "length") % len(length)]
-
     def seed_of(self, drawn: DrawnSample, *about: str) -> int:
         """The seed of all that is random about a sample, or of one thing; samples of a run, and runs, have others."""
         return int(digest((self._config.seed, *about, drawn.number)), 16) % 2**63
 
     def _sample(self, index: int, flip: bool, empty: bool, seed: int) -> _Encoded:
-        """A sample, or the next one of its data set and bucket that is not corrupt.
-
-        Args:
-            flip: mirror it.
-            empty: without caption.
-            seed: of its caption.
-        """
+        """A sample, or the next one of its data set and bucket that is not corrupt; ``seed``: of its caption."""
         for step in range(len(self._samples)):
             place = (index + step) % len(self._samples)
             is_alike = (self._samples[place].source, self._sizes[place]) == (
@@ -335,7 +304,7 @@ class EncodedSamples:
         if not self._keeps_text:
             return _Encoded(values, index, {}, mask, encoder.reference(index, flip, seed))
         is_referenced = encoder.is_referenced(index)
-        variant = None if empty else encoder.wording(index).chosen(self._samples[index].words, seed)
+        variant = None if empty else chosen(self._samples[index].words, seed)
         if empty and not is_referenced:
             encoded, name = self._cached(None), "condition"
         else:
@@ -345,7 +314,7 @@ class EncodedSamples:
 
 
 def _check(
-    pipe: Any, family: Family, samples: Sequence[Sample], sizes: Sequence[tuple[int, int]], config: TrainConfig
+    pipe: Any, family: ObservedFamily, samples: Sequence[Sample], sizes: Sequence[tuple[int, int]], config: TrainConfig
 ) -> None:
     """Refuse, before the first step and on all ranks alike, what would fail or be wrong in the middle of a run."""
     if "vae" in config.model.train_modules:

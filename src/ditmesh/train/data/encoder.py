@@ -15,16 +15,16 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from ...core.digests import digest, tensor_digest
+from ..conditions import Conditions
 from ..config import SECOND, TrainConfig
-from ..families import Conditions, Family
+from ..observed.family import ObservedFamily
 from ..staging import onto
 from .attached import Part
 from .cache import VERSION
 from .masks import mask_of
-from .references import conditions_of, reference_image
+from .references import HOLE, reference_image, source_image
 from .samples import Sample, crop_to_fill, pixels
-from .source_images import HOLE, source_image, source_image_of
-from .wording import Wording
+from .wording import captions_of, chosen
 
 # The placeholder for a dropped caption or label.
 NOTHING = {"text": "", "label": None}
@@ -32,12 +32,6 @@ NOTHING = {"text": "", "label": None}
 
 class SampleEncoder:
     """Encodes the samples of a run, on the device, each by its number.
-
-    Args:
-        pipe: the pipeline with its autoencoder and text encoders.
-        family: how they are used.
-        samples: the data set.
-        sizes: (height, width) of every sample's bucket.
 
     Attributes:
         nothing: the placeholder for a dropped caption or label.
@@ -47,7 +41,7 @@ class SampleEncoder:
     def __init__(
         self,
         pipe: Any,
-        family: Family,
+        family: ObservedFamily,
         samples: Sequence[Sample],
         sizes: Sequence[tuple[int, int]],
         config: TrainConfig,
@@ -56,12 +50,11 @@ class SampleEncoder:
         self._pipe, self._family, self._config, self._device = pipe, family, config, device
         self._samples, self._sizes = samples, sizes
         self._sets = config.data.sets
-        self._wording = [Wording(settings) for settings in self._sets]
         # Of buckets, (h, w) of latents.
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}
         self.nothing = NOTHING[family.conditioned_by]
         # Of families that make an image of the sample itself.
-        self._source_image = source_image_of(family)
+        self._source_image = family.source_image
         self.has_references = any(self.is_referenced(index) for index in range(len(samples)))
 
     def flips(self, index: int) -> bool:
@@ -70,16 +63,13 @@ class SampleEncoder:
 
     def is_referenced(self, index: int) -> bool:
         """True if an image stands beside a sample's caption."""
-        return self._source_image is not None or bool(self._samples[index].attached.references)
-
-    def wording(self, index: int) -> Wording:
-        """The rules for a sample's caption."""
-        return self._wording[self._samples[index].source]
+        return self._source_image is not None or self._samples[index].attached.reference is not None
 
     def words(self, index: int, seed: int) -> Any:
         """The caption or label of a sample in one step."""
-        words = self.wording(index).drawn(self._samples[index].words, seed)
-        return self.nothing if words is None else words
+        words = self._samples[index].words
+        word = captions_of(words)[chosen(words, seed)]
+        return self.nothing if word is None else word
 
     def pixels(self, index: int, flip: bool) -> Tensor:
         """(3, H, W) of an image, (3, F, H, W) of a video, in [-1, 1]. Raises `OSError` if it is corrupt."""
@@ -94,28 +84,20 @@ class SampleEncoder:
         """(B, 2C, [f,] h, w): mean and standard deviation of the latents of images or videos (B, 3, [F,] H, W)."""
         return self._family.moments(self._pipe, onto(values, self._device, self._pipe.vae.dtype))
 
-    def mask(self, index: int, shape: Sequence[int] | None = None) -> Tensor | None:
-        """(h, w) of the loss, not mirrored; None: the sample has none. Raises `OSError` if it is corrupt.
-
-        Args:
-            shape: (h, w) of its latents; None: they are encoded, the first time for a bucket.
-        """
+    def mask(self, index: int) -> Tensor | None:
+        """(h, w) of the loss, not mirrored; None: the sample has none. Raises `OSError` if it is corrupt."""
         part, size = self._samples[index].attached.mask, self._sizes[index]
         if part is None:
             return None
-        if shape is None:
-            if size not in self._shapes:
-                height, width = self.moments(self.pixels(index, False)[None]).shape[-2:]
-                self._shapes[size] = height, width
-            shape = self._shapes[size]
-        return mask_of(part, size, (shape[0], shape[1]))
+        if size not in self._shapes:
+            height, width = self.moments(self.pixels(index, False)[None]).shape[-2:]
+            self._shapes[size] = height, width
+        return mask_of(part, size, self._shapes[size])
 
     def reference(self, index: int, flip: bool, seed: int, values: Tensor | None = None) -> Image | None:
         """The image beside a sample's caption; None: there is none. Raises `OSError` if it is corrupt.
 
-        Args:
-            seed: of an image that is made of the sample itself.
-            values: the sample's pixels, if they are there.
+        ``seed`` is of an image that is made of the sample itself, of its pixels if they are there.
         """
         sample, size = self._samples[index], self._sizes[index]
         if self._source_image is None:
@@ -130,7 +112,7 @@ class SampleEncoder:
         self, words: Sequence[Any], references: Sequence[Image | None] | None, length: int | None
     ) -> Conditions:
         """Conditions of captions or labels, and of the images beside them; ``length`` is the prompt's, in tokens."""
-        return conditions_of(self._family, self._pipe, words, length, references)
+        return self._family.encode(self._pipe, words, length, references)
 
     # --- for a cache -------------------------------------------------------------------------------------------
 
@@ -146,7 +128,7 @@ class SampleEncoder:
             encoded: Conditions = {}
             for name, flip in (("moments", False), ("mirrored", True))[: 1 + self.flips(index)]:
                 encoded[name] = self.moments(self.pixels(index, flip)[None])[0]
-            mask = self.mask(index, encoded["moments"].shape[-2:])
+            mask = self.mask(index)
             encoded |= {} if mask is None else {"mask": mask}
             encoded |= self._every_condition(index) if self._config.keeps_text else {}
         return {name: value.detach().cpu().contiguous() for name, value in encoded.items()}
@@ -155,7 +137,7 @@ class SampleEncoder:
         """Conditions of all captions that a sample can have; of reference images also mirrored, and without caption."""
         words: list[tuple[int | None, Any]] = [
             (number, self.nothing if text is None else text)
-            for number, text in enumerate(self.wording(index).variants(self._samples[index].words))
+            for number, text in enumerate(captions_of(self._samples[index].words))
         ]
         is_referenced = self.is_referenced(index)
         if is_referenced and self._config.data.proportion_empty_prompts > 0:
@@ -200,18 +182,15 @@ class SampleEncoder:
         keys = []
         for index, sample in enumerate(self._samples):
             advance(index, len(self._samples))
-            words, variants = sample.words, self.wording(index).variants(sample.words)
-            words = words if variants == (words,) or not self._config.keeps_text else variants
-            identity = (*_identity(sample.part), words, self._sizes[index])
+            identity = (*_identity(sample.part), sample.words, self._sizes[index])
             keys.append(digest((identity, self.flips(index), *self._key_of_images(index))))
         return keys
 
     def _key_of_images(self, index: int) -> list[Any]:
         """The part of a cache key for a sample's mask and reference images; empty for most samples."""
         images = self._samples[index].attached
-        key: list[Any] = [("reference", *_identity(image)) for image in images.references]
-        if images.mask is not None:
-            key.append(("mask", *_identity(images.mask)))
+        beside = (("reference", images.reference), ("mask", images.mask))
+        key: list[Any] = [(name, *_identity(image)) for name, image in beside if image is not None]
         if self._source_image is not None:
             key.append((self._source_image, images.mask is not None))
         if self.is_referenced(index):

@@ -11,12 +11,7 @@ from torch import nn
 
 
 class Encoders:
-    """Text encoders and autoencoder, and of two transformers the one that is not trained.
-
-    Args:
-        pipe: the pipeline; its modules are on the device.
-        denoiser: the name of its transformer that is trained.
-    """
+    """Text encoders and autoencoder, and of two transformers the one that is not trained; they are on the device."""
 
     def __init__(self, pipe: Any, denoiser: str, device: torch.device) -> None:
         self._modules = [m for name, m in pipe.components.items() if isinstance(m, nn.Module) and name != denoiser]

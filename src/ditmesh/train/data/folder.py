@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 from ...errors import InputError
@@ -27,29 +27,18 @@ class FolderReader:
         self._collection, self._files = collection, files
         # Names that differ in how accents are composed only: other systems compose them in another way.
         self._by_name = {_composed(name): name for name in files}
-        # By file, of the lines that name it: its words, and names of its reference images.
-        self._lines: dict[str, list[tuple[SampleWords, Sequence[str]]]] = {}
+        # By file, of the lines that name it: its words, and the name of its reference image.
+        self._lines: dict[str, list[tuple[SampleWords, str | None]]] = {}
         # Files that belong to others.
         self._belonging: set[str] = set()
 
     def read(self) -> None:
         collection = self._collection
-        listings = [name for name in self._files if os.path.basename(name).lower() in LISTINGS]
-        covered = [os.path.dirname(name) for name in listings]
-        if len(set(covered)) < len(covered):
-            folder = collection.config.train_data_dir
-            raise InputError(f"{folder!r} has two of {', '.join(listings)} in one folder; leave one there")
+        listings = self._listings()
         media = {name for name in self._files if name.lower().endswith(collection.kinds)}
         for name in listings:
             self._read_listing(name)
-        unlisted = {
-            name
-            for name in media - self._lines.keys() - self._belonging
-            if any(not place or name.startswith(place + os.sep) for place in covered)
-        }
-        if unlisted:
-            names = enumerated(sorted(unlisted), SOME)
-            collection.notes.append(f"in no line of a listing, and left out: {count(len(unlisted), 'file')} ({names})")
+        unlisted = self._unlisted(media, [os.path.dirname(name) for name in listings])
         texts = self._texts((media - unlisted - self._belonging) | self._lines.keys())
         used = {*media, *listings, *(text for beside in texts.values() for text in beside.values())}
         # Masks and the like, without a caption of their own.
@@ -64,9 +53,28 @@ class FolderReader:
                 "dir of train_data, with weight and instance_prompt"
             )
         for name, beside in texts.items():
-            for words, images in self._lines.get(name, [(SampleWords(), ())]):
-                self._add(name, words, images, beside)
+            for words, image in self._lines.get(name, [(SampleWords(), None)]):
+                self._add(name, words, image, beside)
         collection.unread += [name for name in self._files if name not in used | self._lines.keys() | self._belonging]
+
+    def _listings(self) -> list[str]:
+        listings = [name for name in self._files if os.path.basename(name).lower() in LISTINGS]
+        if len({os.path.dirname(name) for name in listings}) < len(listings):
+            folder = self._collection.config.train_data_dir
+            raise InputError(f"{folder!r} has two of {', '.join(listings)} in one folder; leave one there")
+        return listings
+
+    def _unlisted(self, media: set[str], covered: list[str]) -> set[str]:
+        """Files in or below a folder with a listing that no line names."""
+        unlisted = {
+            name
+            for name in media - self._lines.keys() - self._belonging
+            if any(not place or name.startswith(place + os.sep) for place in covered)
+        }
+        if unlisted:
+            files = f"{count(len(unlisted), 'file')} ({enumerated(sorted(unlisted), SOME)})"
+            self._collection.notes.append(f"in no line of a listing, and left out: {files}")
+        return unlisted
 
     def _read_listing(self, name: str) -> None:
         collection, wanted = self._collection, self._collection.wanted
@@ -88,12 +96,12 @@ class FolderReader:
             lines = self._lines.setdefault(file, [])
             try:
                 value = None if column is None else wanted.value(row.get(column), where)
-                images = collection.attached.named(row, find, where)
+                image = collection.attached.named(row, find, where)
             except InputError as error:
                 collection.leave_out(file, error)
                 continue
-            self._belonging.update(images)
-            lines.append((SampleWords(value, f"{column} in {name}"), images))
+            self._belonging.update([] if image is None else [image])
+            lines.append((SampleWords(value, f"{column} in {name}"), image))
         if several := [file for file, lines in self._lines.items() if len(lines) > 1]:
             collection.notes.append(
                 f"with more than one line in a listing, each of which is a sample: {count(len(several), 'file')} "
@@ -116,7 +124,7 @@ class FolderReader:
         beside: dict[str, dict[str, str]] = {}
         for name in self._files:
             stem, kind = os.path.splitext(name)
-            if kind.lower() in BESIDE[self._collection.by]:
+            if kind.lower() in BESIDE and self._collection.by == "text":
                 beside.setdefault(_composed(stem), {})[kind.lower()] = name
         nothing: dict[str, str] = {}
         return {
@@ -124,17 +132,18 @@ class FolderReader:
             for name in names
         }
 
-    def _add(self, name: str, words: SampleWords, images: Sequence[str], beside: Mapping[str, str]) -> None:
+    def _add(self, name: str, words: SampleWords, image: str | None, beside: Mapping[str, str]) -> None:
         """Add a sample, by a line that names it (or by none) and the files beside it."""
         collection = self._collection
         try:
-            texts = read_beside(beside, collection.folder, collection.wanted)
+            texts = read_beside(beside, collection.folder)
             words.check_against(texts)
         except InputError as error:
             collection.leave_out(name, error)
             return
-        parts = [Part(file, collection.folder / file) for file in (name, *images)]
-        collection.add(name, texts if words.words is None else words, parts[0], parts[1:])
+        reference = None if image is None else Part(image, collection.folder / image)
+        words = texts if words.words is None else words
+        collection.add(name, words, Part(name, collection.folder / name), reference)
 
 
 def _composed(name: str) -> str:

@@ -18,7 +18,7 @@ def mask_of(part: Part, size: tuple[int, int], shape: tuple[int, int]) -> Tensor
 
     Args:
         part: the mask's image: white is what counts.
-        size: (height, width) of the sample's bucket, in pixels, to which it is cut as its image is.
+        size: (height, width) in pixels, to which it is cut as its image is.
         shape: (h, w) of the latents.
 
     Raises:
@@ -37,12 +37,7 @@ def mask_of(part: Part, size: tuple[int, int], shape: tuple[int, int]) -> Tensor
 
 
 def stacked_masks(masks: Sequence[Tensor | None], latents: Tensor) -> Tensor | None:
-    """The masks of a batch in the form of its latents, (B, 1, [1,] h, w), on the CPU; None: no sample has one.
-
-    Args:
-        masks: (h, w) of every sample; None: ones.
-        latents: (B, C, [f,] h, w).
-    """
+    """The masks of a batch in the form of its latents, (B, 1, [1,] h, w), on the CPU; None: no sample has one."""
     if all(mask is None for mask in masks):
         return None
     shape = latents.shape[-2:]

@@ -22,11 +22,7 @@ from ..settings import SampleSettings
 
 
 def buckets_of(sizes: Sequence[tuple[int, int]], config: SampleSettings) -> list[tuple[int, int]]:
-    """The bucket of every sample: the one of the nearest shape.
-
-    Args:
-        sizes: (height, width) of the samples' files, in pixels.
-        config: the run, with ``resolution`` or ``aspect_ratio_buckets``.
+    """The bucket of every sample, (height, width) in pixels: the one of the nearest shape.
 
     Raises:
         ConfigError: ``aspect_ratio_buckets`` are no sizes.
@@ -62,9 +58,8 @@ def bucket_sizes(config: SampleSettings) -> list[tuple[int, int]]:
 class DrawnSample:
     """A sample in one step.
 
-    Attributes:
-        number: how many were drawn before it; with the seed it decides noise, noise level, mirroring and whether the
-            caption is left out.
+    ``number`` is how many were drawn before it; with the seed it decides noise, noise level, mirroring and whether the
+    caption is left out.
     """
 
     index: int
@@ -73,12 +68,7 @@ class DrawnSample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward.
-
-    Attributes:
-        samples: fewer than usual at the end of an epoch.
-        size: (height, width) in pixels, of all of them.
-    """
+    """Samples of one forward, fewer than usual at the end of an epoch, and their size: (height, width) in pixels."""
 
     samples: tuple[DrawnSample, ...]
     size: tuple[int, int]
@@ -107,6 +97,9 @@ class SampleOrder:
         per_step: micro-batches of an optimizer step.
         sources: the number of every sample's data set; None: there is one.
         weights: how often an epoch has each sample of a data set.
+
+    Attributes:
+        per_epoch, samples: micro-batches and samples of an epoch.
     """
 
     def __init__(
@@ -126,16 +119,13 @@ class SampleOrder:
         self._seed, self._micro, self.per_step = seed, micro, per_step
         lengths = [sum(row.count for row in rows) for rows in self._rows.values()]
         self.per_epoch = sum(-(-length // micro) for length in lengths)
-        self._samples = sum(lengths)
+        self.samples = sum(lengths)
         self._epoch = -1
         self._row: list[MicroBatch] = []
 
-    def of_sets(self, count: int) -> list[int]:
-        """The number of samples of each of ``count`` data sets in an epoch."""
-        found = [0] * count
-        for row in (row for rows in self._rows.values() for row in rows):
-            found[row.source] += row.count
-        return found
+    def of_set(self, number: int) -> int:
+        """The samples that an epoch has of a data set."""
+        return sum(row.count for rows in self._rows.values() for row in rows if row.source == number)
 
     def step(self, number: int) -> list[MicroBatch]:
         """The micro-batches of one optimizer step."""
@@ -158,7 +148,7 @@ class SampleOrder:
         for size, rows in self._rows.items():
             shuffled = random.permutation(np.concatenate([row.of_epoch(epoch) for row in rows]))
             groups += [(shuffled[i : i + self._micro], size) for i in range(0, len(shuffled), self._micro)]
-        number = epoch * self._samples
+        number = epoch * self.samples
         for place in random.permutation(len(groups)):
             indices, size = groups[place]
             yield MicroBatch(tuple(DrawnSample(int(i), number + n) for n, i in enumerate(indices)), size)
@@ -166,14 +156,7 @@ class SampleOrder:
 
 
 class _Row:
-    """The samples of one data set in one bucket, as often as its weight says: whole, and a part that moves on.
-
-    Args:
-        places: numbers of the samples.
-        weight: how often an epoch has each.
-        seed: of the run.
-        source: number of the data set.
-    """
+    """The samples of one data set in one bucket, as often as its weight says: whole, and a part that moves on."""
 
     def __init__(self, places: np.ndarray, weight: float, seed: int, source: int) -> None:
         self._places, self._seed, self.source = places, seed, source
@@ -205,7 +188,6 @@ def shares(batches: Sequence[MicroBatch], speeds: Sequence[float], equal_counts:
     what data ranks exchange during a backward pass.
 
     Args:
-        batches: of one step.
         speeds: of the ranks, relative to one another.
         equal_counts: every rank gets as many: where each forward is a collective of all data ranks.
 

@@ -23,7 +23,6 @@ def read_samples(config: DataConfig, by: By, advance: Callable[[int], None] | No
     """Read the names, captions and sizes of a data set.
 
     Args:
-        config: where it is.
         by: ``"text"`` or ``"label"``.
         advance: called with the number of samples that have been looked at so far.
 

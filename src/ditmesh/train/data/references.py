@@ -1,55 +1,46 @@
-"""Reference images of edit and control models: how they reach the conditions of a sample.
+"""Images beside a caption: a sample's reference image, the first frame of a video, or the sample with a hole.
 
-A family that takes them has a parameter ``references`` in its `encode`: for every caption an image (RGB, of the size of
-the sample's bucket) or None. It may have an attribute ``reference``: what the images are for, or None if the pipeline
-at hand takes none; with a name there, every sample has to have one.
+Pipelines that edit or are controlled take an image that the data set has for every sample. Those that make a video of
+an image (``"first frame"``), or paint where a mask is white (``"hole"``), take the sample itself.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from PIL import Image, ImageOps
+from torch import Tensor
 
 from ...errors import ConfigError, InputError
 from ..config import TrainConfig
-from ..families import Conditions, Family
+from ..observed.family import ObservedFamily
 from .samples import Sample, crop_to_fill
 
+# The name in `source_image` of an image with a part that is to be painted.
+HOLE = "hole"
+# Sides of a hole that is drawn, in shares of the image's.
+HOLE_SIDES = (0.25, 0.75)
 
-def takes_references(family: Family) -> bool:
-    """True if a family makes conditions of reference images."""
-    takes = "references" in inspect.signature(family.encode).parameters
-    return takes and getattr(family, "reference", "any") is not None
 
-
-def check_references(pipe: Any, family: Family, config: TrainConfig, samples: Sequence[Sample]) -> None:
+def check_references(pipe: Any, family: ObservedFamily, config: TrainConfig, samples: Sequence[Sample]) -> None:
     """Refuse reference images that the pipeline does not take, and a data set without those that it needs.
-
-    Observed families know their inputs after `check_size`.
 
     Raises:
         ConfigError, InputError: one sentence.
     """
     name = type(pipe).__name__
     given = [one for one in config.data.sets if one.has_references]
-    if given and not takes_references(family):
+    if given and family.reference is None:
         one = given[0]
         setting = "conditioning_dir" if one.conditioning_dir is not None else "conditioning_image_column"
         raise ConfigError(
             f"{setting}={getattr(one, setting)!r}: {name} is trained without reference images; leave it out, or take "
             "an edit or control pipeline"
         )
-    for sample in samples:
-        if len(sample.attached.references) > 1:
-            raise InputError(
-                f"{sample.name} has {len(sample.attached.references)} conditioning images, and {name} is trained with "
-                "one of each sample; give one"
-            )
-    if takes_references(family) and hasattr(family, "reference"):
-        without = [sample.name for sample in samples if not sample.attached.references]
+    if family.reference is not None:
+        without = [sample.name for sample in samples if sample.attached.reference is None]
         if without:
             raise InputError(
                 f"{name} is trained with reference images, and {len(without)} of {len(samples)} samples have none "
@@ -63,22 +54,36 @@ def reference_image(sample: Sample, size: tuple[int, int], flip: bool) -> Image.
     Raises:
         OSError: it is corrupt; names it.
     """
-    if not sample.attached.references:
+    if sample.attached.reference is None:
         return None
-    found = crop_to_fill(sample.attached.references[0].picture(), size)
+    found = crop_to_fill(sample.attached.reference.picture(), size)
     return ImageOps.mirror(found) if flip else found
 
 
-def conditions_of(
-    family: Family,
-    pipe: Any,
-    said: Sequence[Any],
-    length: int | None,
-    references: Sequence[Image.Image | None] | None,
-) -> Conditions:
-    """The conditions of captions, and of the image that belongs to each; None: of captions alone."""
-    if references is None:
-        return family.encode(pipe, said, length)
-    # Families without the parameter were refused before.
-    encode: Any = family.encode
-    return encode(pipe, said, length, references=references)
+def source_image(kind: str, values: Tensor, seed: int, hole: Image.Image | None = None) -> Image.Image:
+    """The image of a sample.
+
+    Args:
+        kind: ``"first frame"``, or ``"hole"``: with a transparent part.
+        values: (3, H, W) of an image, (3, F, H, W) of a video, in [-1, 1].
+        seed: of the rectangle that is transparent if there is no ``hole``.
+        hole: a mask, ``L`` and of the image's size, white where it is to be transparent.
+    """
+    first = values if values.dim() == 3 else values[:, 0]
+    whole = ((first.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    found = Image.fromarray(whole.permute(1, 2, 0).contiguous().cpu().numpy())
+    if kind != HOLE:
+        return found
+    if hole is not None:
+        found.putalpha(hole.point([255] * 128 + [0] * 128))
+        return found
+    drawn = torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
+    sides = [
+        max(1, round(side * (HOLE_SIDES[0] + (HOLE_SIDES[1] - HOLE_SIDES[0]) * one)))
+        for side, one in zip(found.size, drawn[:2], strict=True)
+    ]
+    left, top = (round((side - hole) * one) for side, hole, one in zip(found.size, sides, drawn[2:], strict=True))
+    alpha = Image.new("L", found.size, 255)
+    alpha.paste(0, (left, top, left + sides[0], top + sides[1]))
+    found.putalpha(alpha)
+    return found

@@ -15,7 +15,7 @@ from ...media.videos import read_frames
 from ...report.formatting import count, enumerated
 from ..settings import DataConfig
 from .attached import Part, SampleImages
-from .captions import BESIDE, By, Words
+from .captions import By, Words
 
 # Names in a sentence, and the largest ratio of a scaled image's pixels to those of its crop.
 SOME, MOST_SPARE = 3, 16
@@ -130,7 +130,7 @@ class Samples:
         raise InputError(
             f"none of {count(len(self.good), 'sample')} in {config.train_data_dir!r} has a {self._noun}{columns}"
             + "".join(f"; {sentence}" for sentence in (*self.notes, *self.corrupt[:1]))
-            + f"; name their column with caption_column, write files {', '.join(BESIDE[self.by])} beside them, or "
+            + "; name their column with caption_column, list them in metadata.jsonl, or "
             "set proportion_empty_prompts: 1 to train without"
         )
 

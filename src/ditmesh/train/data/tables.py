@@ -6,7 +6,7 @@ Nothing is downloaded: files on disk are read, and the image's bytes are decoded
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from io import BytesIO
@@ -59,9 +59,11 @@ def read_table(collection: Collection, files: Sequence[Path]) -> None:
         except InputError as error:
             collection.leave_out(name, error)
             continue
-        references = [] if beside is None else list(rows.parts(row, beside, values[beside]))
+        reference = None
+        if beside is not None and values[beside] is not None:
+            reference = Part(f"{name}, {beside}", rows.file, partial(rows.content, row, beside))
         part = Part(name, rows.file, partial(rows.content, row, rows.image))
-        collection.add(name, SampleWords(words, f"{column} in the table"), part, references, BytesIO(content))
+        collection.add(name, SampleWords(words, f"{column} in the table"), part, reference, BytesIO(content))
 
 
 class _Rows:
@@ -106,10 +108,9 @@ class _Rows:
             raise InputError(f"{str(self._folder)!r} has {which}; call one image")
         self.image = "image" if "image" in images else images[0]
 
-    def content(self, row: int, column: str, place: int | None = None) -> bytes:
-        """The bytes of an image, or of that at a place of a list. Raises `InputError` if there are none."""
+    def content(self, row: int, column: str) -> bytes:
+        """The bytes of an image. Raises `InputError` if there are none."""
         value = self.table.select_columns([column])[row][column]
-        value = value if place is None else value[place]
         if isinstance(value, bytes):
             return value
         if isinstance(value, Mapping):
@@ -118,15 +119,6 @@ class _Rows:
             if value.get("path"):
                 return read_whole(self._folder / name_inside(self._folder, value["path"]), f"row {row}")
         raise InputError(f"row {row} has no image in {column}")
-
-    def parts(self, row: int, column: str, value: Any) -> Iterator[Part]:
-        """The images of a row in a column, or in the list there."""
-        name = f"row {row}, {column}"
-        if isinstance(value, (list, tuple)):
-            for number in range(len(value)):
-                yield Part(f"{name}.{number}", self.file, partial(self.content, row, column, number))
-        elif value is not None:
-            yield Part(name, self.file, partial(self.content, row, column))
 
 
 def _saved(collection: Collection) -> Any:

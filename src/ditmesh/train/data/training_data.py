@@ -7,31 +7,27 @@ from typing import Any
 
 import torch
 
-from ...comm.mesh import Mesh
 from ...errors import ConfigError, InputError
 from ..config import TrainConfig
-from ..families import Family
-from ..uneven import Show
-from .agreement import agreed_samples
+from ..observed.family import ObservedFamily
 from .encoded import Batch, EncodedSamples
-from .order import MicroBatch, SampleOrder
-from .sources import all_samples, lines_of, sources_of
+from .order import MicroBatch, SampleOrder, buckets_of
+from .samples import Samples
+from .sources import digest_of, names_of
 
 
 class TrainingData:
-    """The data set of a run, the same on all ranks. Collective.
+    """The data set of a run.
 
     Args:
-        pipe: encodes samples.
-        family: how the pipeline is called in training.
-        show: as for `uneven_work`.
+        samples: the data set, the same on all ranks.
 
     Attributes:
         report: of used and skipped samples.
-        samples, corrupt: the readable samples, and a sentence for every other one.
+        samples, sizes: the readable samples, and (height, width) of their buckets.
+        corrupt: a sentence for every other one.
         digest: of names, sizes and captions.
-        encoded: the samples for the transformer.
-        order: the micro-batches of every step.
+        encoded, order: the samples for the transformer, and the micro-batches of every step.
         steps: optimizer steps of the run.
 
     Raises:
@@ -39,31 +35,24 @@ class TrainingData:
     """
 
     def __init__(
-        self,
-        pipe: Any,
-        family: Family,
-        config: TrainConfig,
-        mesh: Mesh,
-        device: torch.device,
-        show: Show,
+        self, pipe: Any, family: ObservedFamily, config: TrainConfig, samples: Samples, device: torch.device
     ) -> None:
         check_video_length(pipe, family, config)
-        found = agreed_samples(mesh, lambda advance: all_samples(config.data, family.conditioned_by, advance), show)
-        found.check(config.data)
-        sources = sources_of(config.data, found)
-        self.samples, self.corrupt = found.good, list(found.corrupt)
-        self.digest = sources.digest
-        self.encoded = EncodedSamples(pipe, family, self.samples, sources.sizes, config, device)
-        steps = config.optimizer
+        samples.check(config.data)
+        self.samples, self.corrupt, self.digest = samples.good, list(samples.corrupt), digest_of(config.data, samples)
+        data, steps, sources = config.data, config.optimizer, [sample.source for sample in samples.good]
+        self.sizes = [buckets_of([sample.size], data.sets[sample.source])[0] for sample in samples.good]
+        self.encoded = EncodedSamples(pipe, family, self.samples, self.sizes, config, device)
         per_step = config.batch // steps.train_batch_size
-        self.order = SampleOrder(
-            sources.sizes, config.seed, steps.train_batch_size, per_step, sources.numbers, sources.weights
-        )
-        report, more = found.report(), lines_of(sources, self.order.of_sets(len(sources.configs)))
-        cut = self.encoded.long_captions()
-        lines = (*report.lines, *more, *(f"  {one}" for one in cut))
-        self.report = replace(report, lines=lines, odd=report.odd or bool(cut))
+        self.order = SampleOrder(self.sizes, config.seed, steps.train_batch_size, per_step, sources, data.weights)
         self.steps = steps.max_train_steps or self.order.steps(steps.num_train_epochs)
+        report, more = samples.report(), self.encoded.long_captions()
+        lines = list(report.lines)
+        for number, name in enumerate(names_of(data) if len(data.sets) > 1 else []):
+            count, share = self.order.of_set(number), self.order.of_set(number) / self.order.samples
+            words = f"weight {data.weights[number]:g} ({count} in an epoch, {share:.0%})"
+            lines.append(f"  {name}: {sources.count(number)} samples, {words}")
+        self.report = replace(report, lines=(*lines, *(f"  {one}" for one in more)), odd=report.odd or bool(more))
 
     def batch(self, micro: MicroBatch) -> Batch:
         """The samples of a micro-batch, encoded.
@@ -90,7 +79,7 @@ class TrainingData:
         raise InputError(f"samples {names} cannot be encoded together ({cause})") from cause
 
 
-def check_video_length(pipe: Any, family: Family, config: TrainConfig) -> None:
+def check_video_length(pipe: Any, family: ObservedFamily, config: TrainConfig) -> None:
     """Reject a number of frames that the pipeline cannot have.
 
     Raises:

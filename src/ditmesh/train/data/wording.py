@@ -6,44 +6,34 @@ import inspect
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..settings import DataConfig
+from .captions import Words
 
 # As ai-toolkit's captions have it.
 TRIGGER = "[trigger]"
 
 
-@dataclass(frozen=True)
-class Wording:
-    """The rules by which a data set's captions become those that are trained."""
+def triggered(words: Words, trigger: str | None) -> Words:
+    """Captions with a trigger word; labels and missing captions as they are."""
+    if isinstance(words, tuple):
+        return tuple(str(triggered(text, trigger)) for text in words)
+    if trigger is None or not isinstance(words, str) or not words.strip():
+        return words
+    if TRIGGER in words:
+        return words.replace(TRIGGER, trigger)
+    return words if trigger in words else f"{trigger}, {words}"
 
-    config: DataConfig
 
-    def variants(self, said: Any) -> tuple[Any, ...]:
-        """All captions that a sample can have; of labels and missing captions the one, as it is."""
-        every = said if isinstance(said, tuple) else (said,)
-        return tuple(self._triggered(one) if isinstance(one, str) and one.strip() else one for one in every)
+def chosen(words: Words, seed: int) -> int:
+    """The number of the caption that is drawn among several; 0 for one."""
+    return int(random.Random(seed).random() * len(words)) if isinstance(words, tuple) else 0
 
-    def drawn(self, said: Any, seed: int) -> Any:
-        """The caption of a sample in one step.
 
-        Args:
-            said: caption, several, label or None.
-            seed: of the sample in this step.
-        """
-        return self.variants(said)[self.chosen(said, seed)]
-
-    def chosen(self, said: Any, seed: int) -> int:
-        """The number of the caption that is drawn among several; 0 for one."""
-        return int(random.Random(seed).random() * len(said)) if isinstance(said, tuple) else 0
-
-    def _triggered(self, text: str) -> str:
-        word = self.config.trigger_word
-        if word is None or TRIGGER in text:
-            return text if word is None else text.replace(TRIGGER, word)
-        return text if word in text else f"{word}, {text}"
+def captions_of(words: Words) -> tuple[Any, ...]:
+    """All captions that a sample can have; of labels and missing captions the one, as it is."""
+    return words if isinstance(words, tuple) else (words,)
 
 
 def long_captions(pipe: Any, config: DataConfig, captions: Sequence[tuple[str, str]]) -> list[str]:

@@ -27,7 +27,6 @@ class Overlapped(nn.Module):
     Args:
         modules: of which every weight that is trained gets a gradient in every backward pass.
         called: the transformer, among them.
-        group: of the ranks that hold the same weights.
     """
 
     def __init__(self, modules: nn.ModuleDict, called: nn.Module, group: dist.ProcessGroup) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from ...comm.mesh import Mesh
 from .ordered import OrderedGradients, weight_gradients
@@ -37,7 +37,7 @@ def reduce_gradients(model: nn.Module, mesh: Mesh, inputs: Iterable[Tensor] = ()
     gradients = [leaf.grad for leaf in (*model.parameters(), *inputs) if leaf.grad is not None]
     size = dist.get_world_size(group)
     with torch.no_grad():
-        for bucket in buckets(gradients):
+        for bucket in _take_tensors(gradients, BUCKET):
             flat = _flatten_dense_tensors(bucket)
             dist.all_reduce(flat, group=group)
             flat /= size
@@ -54,18 +54,3 @@ def _reduce_in_order(model: nn.Module, mesh: Mesh) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad /= data.size
-
-
-def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors of one dtype and device at a time, in their order."""
-    found: list[list[Tensor]] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
-    for tensor in tensors:
-        key = (tensor.dtype, tensor.device)
-        bucket, size = filling.get(key, ([], BUCKET))
-        if size >= BUCKET:
-            bucket, size = [], 0
-            found.append(bucket)
-        bucket.append(tensor)
-        filling[key] = (bucket, size + tensor.nbytes)
-    return found

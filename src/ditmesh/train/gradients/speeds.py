@@ -17,14 +17,7 @@ RECENT = 8
 
 
 class DataSpeeds:
-    """Speeds of the data ranks relative to one another: given, or measured; the same numbers on every rank.
-
-    Args:
-        given: as `TrainConfig.data_speeds`.
-
-    Attributes:
-        values: one for each data rank.
-    """
+    """Speeds of the data ranks relative to one another: given, or measured; the same numbers on every rank."""
 
     def __init__(self, given: Literal["auto"] | Sequence[float] | None, mesh: Mesh) -> None:
         self._mesh, self._measures = mesh, given == "auto" and mesh.data.size > 1

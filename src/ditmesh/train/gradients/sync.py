@@ -38,14 +38,13 @@ class GradientSync:
 
     Args:
         modules: the trained ones, by name; parallelised already.
-        sharding: as in `TrainConfig`.
         slices: what tensor ranks hold.
 
     Attributes:
         transformer: what to call in the place of the transformer.
         is_sum: whether every rank of a sequence has whole gradients, which are added up in a fixed order.
-        share: what a rank's loss is multiplied by. The backward pass adds up what the ranks of a sequence send into
-            their blocks, so that gradients there have one device's size, and float16 overflows where it does there.
+        share: what a rank's loss is multiplied by: the backward pass adds up what the ranks of a sequence send into
+            their blocks, so that gradients there have one device's size.
 
     Raises:
         ConfigError: the sharding does not support the trained modules.
@@ -99,9 +98,6 @@ class GradientSync:
         Args:
             number, count: which micro-batch it is, and how many the step has over all data ranks.
             is_last: whether it is this rank's last one.
-
-        Raises:
-            ConfigError: see `Overlapped.accumulating`.
         """
         if self._kind == "fsdp":
             cast(Any, self.transformer).set_requires_gradient_sync(is_last)
@@ -127,20 +123,17 @@ class GradientSync:
                     parameter.grad = torch.zeros_like(parameter)
             reduce_gradients(self._modules, self._mesh)
             if self._kind == "ddp" and group is not None:
-                self._decide(group, unused)
+                # Gradients travel during later backward passes, if no weight of any rank was unused.
+                everywhere = torch.tensor(unused, device=self._mesh.device)
+                dist.all_reduce(everywhere, group=group)
+                if everywhere.item():
+                    self._kind = "none"
+                else:
+                    self.transformer = self._overlapped = Overlapped(self._modules, self.transformer, group)
         gradients = [p.grad for p in self._modules.parameters() if p.grad is not None]
         if not self.is_sum and group is not None and gradients:
             # DDP, FSDP2 and `reduce_gradients` take the mean.
             cast(Any, torch)._foreach_mul_(gradients, dist.get_world_size(group))
-
-    def _decide(self, group: dist.ProcessGroup, unused: int) -> None:
-        """After the first step: let gradients travel during the backward pass, if no weight of any rank was unused."""
-        everywhere = torch.tensor(unused, device=self._mesh.device)
-        dist.all_reduce(everywhere, group=group)
-        if everywhere.item():
-            self._kind = "none"
-        else:
-            self.transformer = self._overlapped = Overlapped(self._modules, self.transformer, group)
 
     def close(self) -> None:
         """Take off the weights what this has put on them."""
@@ -154,19 +147,15 @@ class GradientSync:
             The norm before, the same on every rank.
         """
         parameters = [p for p in self._modules.parameters() if p.grad is not None]
-        norm = self._squares(parameters).sqrt()
+        sliced, rest = self._slices.parted(parameters)
+        squares = self._norm(rest).square()
+        if self._mesh.tensor.size > 1:
+            # Zeros on the other ranks add nothing.
+            squares = squares + self._mesh.tensor.all_reduce(self._norm(sliced).square().reshape(1))[0]
+        norm = squares.sqrt()
         if most:
             torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
         return float(norm)
-
-    def _squares(self, parameters: list[nn.Parameter]) -> Tensor:
-        """The squared norm of the gradients of parameters, or of their slices on all tensor ranks."""
-        sliced, rest = self._slices.parted(parameters)
-        total = self._norm(rest).square()
-        if self._mesh.tensor.size > 1:
-            # Zeros on the other ranks add nothing.
-            total = total + self._mesh.tensor.all_reduce(self._norm(sliced).square().reshape(1))[0]
-        return total
 
     def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
         if not parameters:

@@ -18,12 +18,7 @@ COLUMNS = ("step", "loss", "lr", "grad_norm", "samples_per_second", "seconds")
 
 
 class TrainingLog:
-    """The log of a run, written by one rank.
-
-    Args:
-        config: the run; ``loss.csv`` and TensorBoard's files go to its output folder.
-        from_step: rows of this step and later ones are dropped: they belong to a run that was lost.
-    """
+    """The log of a run, written by one rank; rows from step ``from_step`` on belong to a run that was lost."""
 
     def __init__(self, config: TrainConfig, from_step: int) -> None:
         self._path = Path(config.output_dir) / "loss.csv"
@@ -40,7 +35,7 @@ class TrainingLog:
         row = {name: row[name] for name in COLUMNS}
         try:
             with self._path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, COLUMNS).writerow(row)
+                csv.writer(file).writerow(row.values())
         except OSError as error:
             logger.warning("step %d is missing in %s: %s", row["step"], self._path, error)
         self._trackers.log({name: value for name, value in row.items() if name != "step"}, int(row["step"]))

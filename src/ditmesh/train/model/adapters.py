@@ -1,4 +1,4 @@
-"""Adapters in training: where they go, frozen ones below them, and how they are saved."""
+"""Adapters in training: where they go, and how they are saved."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ...errors import ConfigError, InputError, did_you_mean, first_line, shortened
-from ...generate.files import adapter, usual_lora
+from ...errors import ConfigError, InputError, did_you_mean, first_line
+from ...generate.files import usual_lora
 from ...generate.lora_files import COMPONENT, METADATA
 from ...generate.lora_names import original_layers, takes_comfyui_names
-from ...generate.loras import activate, adapted, adapters_of, load_lora, loras_of, pipeline_has
+from ...generate.loras import activate, adapted, adapters_of, pipeline_has
 from ...requirements import not_installed
 from ..config import SECOND, LoraConfig, TrainConfig
-from .frozen import freeze, weights_in_state_dicts
+from .frozen import freeze
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +37,6 @@ COMFYUI_FILE = "comfyui.safetensors"
 
 def targets_of(model: nn.Module, lora: LoraConfig) -> list[str] | str:
     """The linear layers of a transformer with an adapter, as peft takes them: names, or a regular expression.
-
-    Args:
-        model: the transformer, perhaps without memory for its weights.
-        lora: its settings.
 
     Raises:
         ConfigError: it has no such layers; names those that there are.
@@ -57,13 +53,7 @@ def targets_of(model: nn.Module, lora: LoraConfig) -> list[str] | str:
         return _exactly(linear, model)
     missing = [target for target in wanted if not any(name == target or name.endswith(f".{target}") for name in linear)]
     if "target_modules" not in lora.model_fields_set and len(missing) == len(wanted):
-        # Linear layers inside attention modules: those with a processor, as diffusers makes them, or with the name.
-        homes = tuple(
-            f"{name}."
-            for name, module in model.named_modules()
-            if name and (hasattr(module, "processor") or "Attention" in type(module).__name__)
-        )
-        found = [name for name in linear if name.startswith(homes)]
+        found = _projections(model, linear)
         if not found:
             raise ConfigError(
                 f"lora: no attention projections are known in {type(model).__name__}; name linear layers with "
@@ -79,6 +69,16 @@ def targets_of(model: nn.Module, lora: LoraConfig) -> list[str] | str:
             f"{_in_short(linear)}{near}"
         )
     return list(wanted)
+
+
+def _projections(model: nn.Module, linear: Iterable[str]) -> list[str]:
+    """Linear layers inside attention modules: those with a processor, as diffusers makes them, or with the name."""
+    homes = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if name and (hasattr(module, "processor") or "Attention" in type(module).__name__)
+    )
+    return [name for name in linear if name.startswith(homes)]
 
 
 def _exactly(names: Iterable[str], model: nn.Module) -> str:
@@ -139,35 +139,17 @@ def check_modules(kind: type[Any], config: TrainConfig) -> None:
         raise ConfigError(f"train_modules: diffusers loads no adapter into {SECOND} of {kind.__name__}; leave it out")
 
 
-def check_base(lora: LoraConfig) -> None:
-    """Reject ``base_lora`` that is not there.
-
-    Raises:
-        InputError: naming the file.
-    """
-    for text in lora.base_lora:
-        _base(text)
-
-
-def _base(text: str) -> tuple[Path, float]:
-    try:
-        file = adapter("lora", text)
-    except InputError as error:
-        raise InputError(str(error).replace("--lora", "lora.base_lora:", 1)) from None
-    return Path(file.path), file.scale
-
-
 # --- adapters on a pipeline ---------------------------------------------------------------------------------------
 
 
 def add_adapters(pipe: Any, config: TrainConfig) -> None:
-    """Put the adapters of a run on a pipeline's modules, over ``base_lora``; only the new ones want gradients.
+    """Put the adapters of a run on a pipeline's transformer; only they want gradients.
 
     The weights below them are put into the form of ``base_precision``.
 
     Raises:
         ConfigError: they do not fit the model.
-        InputError: peft is not installed, or ``base_lora`` cannot be read.
+        InputError: peft is not installed.
     """
     lora = config.lora
     assert lora is not None
@@ -175,7 +157,6 @@ def add_adapters(pipe: Any, config: TrainConfig) -> None:
     # Whole weights say which layers there are, not layers with adapters.
     model = getattr(pipe, config.denoiser)
     targets = targets_of(model, lora)
-    below = _load_base(pipe, lora, config.denoiser)
     if not config.quantises_slices:
         freeze(model, config.model.base_precision)
     try:
@@ -186,40 +167,11 @@ def add_adapters(pipe: Any, config: TrainConfig) -> None:
 
             inject_adapter_in_model(peft_config(lora, targets), model, TRAINED)
     except ValueError as error:
-        sentence = first_line(error)
-        if "Target module" in sentence and "not supported" in sentence and adapters_of(model):
-            sentence = "an adapter of another type is below it, on which none can be trained; leave base_lora out"
-        raise ConfigError(f"lora: {sentence}") from None
+        raise ConfigError(f"lora: {first_line(error)}") from None
     for _, part in adapted(pipe):
-        activate(part, adapters_of(part), {**below, TRAINED: 1.0})
+        activate(part, adapters_of(part), {TRAINED: 1.0})
         for path, parameter in part.named_parameters():
             parameter.requires_grad_(TRAINED in path.split("."))
-
-
-def _load_base(pipe: Any, lora: LoraConfig, denoiser: str) -> dict[str, float]:
-    """Load ``base_lora``; the names of those that stay beside the weights, with their scales."""
-    below: dict[str, float] = {}
-    for number, text in enumerate(lora.base_lora):
-        file, scale = _base(text)
-        name = f"base{number}"
-        try:
-            with weights_in_state_dicts(getattr(pipe, denoiser)):
-                note = load_lora(pipe, file, name, denoiser if denoiser == SECOND else None)
-        except MemoryError:
-            raise
-        except InputError as error:
-            raise InputError(f"lora.base_lora: {str(file)!r} {error}") from error
-        except Exception as error:  # An untrusted file can raise any exception.
-            said = shortened(error, 300)
-            raise InputError(
-                f"lora.base_lora: {str(file)!r} cannot be loaded into {type(pipe).__name__} ({said})"
-            ) from error
-        if not any(name in names for names in loras_of(pipe).values()):
-            raise InputError(f"lora.base_lora: {str(file)!r} adapts no layer of {type(pipe).__name__}; leave it out")
-        if note is not None:
-            logger.warning("lora.base_lora: %s", note)
-        below[name] = scale
-    return below
 
 
 # --- saving -------------------------------------------------------------------------------------------------------
@@ -228,12 +180,7 @@ def _load_base(pipe: Any, lora: LoraConfig, denoiser: str) -> dict[str, float]:
 def save_adapters(pipe: Any, weights: Mapping[str, Tensor], config: TrainConfig, folder: Path) -> None:
     """Save the trained adapters in diffusers' format, with their settings, and in ComfyUI's names if that is set.
 
-    The scale is in the weights: programs that do not read the settings take it for 1.
-
-    Args:
-        pipe: with the adapters.
-        weights: trained, by name in the pipeline, whole.
-        folder: exists.
+    The scale is in the weights, which are whole here: programs that do not read the settings take it for 1.
     """
     from peft import get_peft_model_state_dict
 

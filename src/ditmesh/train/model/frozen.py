@@ -9,8 +9,7 @@ of bitsandbytes (NF4) and torchao (int8, float8).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,19 +41,14 @@ Restore = Callable[[Parts, torch.dtype], Tensor]
 
 
 def quantised(weight: Tensor, precision: str) -> tuple[dict[str, Tensor], Restore]:
-    """The parts of a weight, and how they are put together.
-
-    Args:
-        weight: (out, in), floating point.
-        precision: a value of ``base_precision``.
-    """
+    """The parts of a weight, (out, in), and how they are put together; ``precision``: a value of ``base_precision``."""
     if precision == "bf16":
         return {"W_q": weight.detach().to(torch.bfloat16, copy=True)}, _cast
     weight = weight.detach().float()
     if precision == "nf4":
-        import bitsandbytes.functional as functional
+        from bitsandbytes import functional
 
-        packed, state = functional.quantize_4bit(
+        packed, state = cast(Any, functional).quantize_4bit(
             weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
         )
         parts = {"W_q": packed.flatten(), "absmax": state.absmax, "absmax2": state.state2.absmax}
@@ -79,7 +73,7 @@ def nf4_weight(shape: torch.Size, parts: Parts, dtype: torch.dtype) -> Tensor:
         parts: ``W_q`` (two numbers a byte), ``absmax`` (uint8, a scale for every 64), ``absmax2`` (float32, for every
             256 scales), ``offset`` (their mean) and the tables ``code`` and ``code2``.
     """
-    import bitsandbytes.functional as functional
+    from bitsandbytes import functional
 
     scales = functional.QuantState(absmax=parts["absmax2"], code=parts["code2"], blocksize=SCALES, dtype=torch.float32)
     state = functional.QuantState(
@@ -120,15 +114,12 @@ def check_precision(precision: str | None, setting: str = "base_precision") -> N
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer without a gradient of its weight, which it keeps in parts.
+    """A linear layer without a gradient of its weight, which it keeps in parts; its bias is frozen too.
 
     ``W_q`` and ``dequantize`` are the names by which peft asks for the weight (DoRA does).
 
     Args:
-        parts: of the weight.
-        restore: how they are put together.
         shape: (out, in).
-        bias: of the layer, frozen.
 
     Attributes:
         weight: of the shape and dtype float32, and without its numbers.
@@ -202,13 +193,9 @@ def layers_to_freeze(model: nn.Module) -> list[str]:
 
 
 def freeze(model: nn.Module, precision: str | None) -> None:
-    """Keep the weights of a model's linear layers in fewer bits, in place.
+    """Keep the weights of a model's linear layers in fewer bits, in place; None: of torchao's weights alone.
 
     Weights of torchao become layers that keep nothing but them for the backward pass.
-
-    Args:
-        model: whole, without adapters.
-        precision: a value of ``base_precision``; None: of torchao's weights alone.
     """
     there = [name for name, layer in model.named_modules() if _is_torchao_layer(layer)]
     for name in there if precision is None else layers_to_freeze(model):
@@ -239,25 +226,6 @@ def freeze_encoders(pipe: Any, config: TrainConfig) -> None:
 
 def _is_torchao_layer(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and type(layer.weight.data).__module__.startswith("torchao.")
-
-
-@contextmanager
-def weights_in_state_dicts(model: nn.Module) -> Iterator[None]:
-    """Let a model's state dict have the weights of its `FrozenLinear` layers, without their numbers.
-
-    diffusers compares an adapter's shapes with them while it loads the adapter.
-    """
-
-    def add(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        state[f"{prefix}weight"] = layer.weight
-
-    layers = [layer for layer in model.modules() if isinstance(layer, FrozenLinear)]
-    hooks = [layer.register_state_dict_post_hook(add) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:

@@ -17,11 +17,7 @@ def merged(calls: Sequence[Any], one: Any, two: Any, path: str = "") -> Any:
     """The arguments of one call for several samples, by those of a call for each.
 
     What a call for two samples has twice as much of is a row, or an item of a list, for every sample; what it has the
-    same is all samples'.
-
-    Args:
-        calls: arguments of calls for one sample, of the same form.
-        one, two: arguments of the pipeline's call for one sample and for two.
+    same is all samples'. ``one`` and ``two`` are arguments of the pipeline's call for one sample and for two.
 
     Raises:
         ConfigError: an argument is neither.
@@ -55,9 +51,6 @@ def _merged_tensors(calls: Sequence[Tensor], one: Tensor, two: Tensor) -> Tensor
 
 def row_dim(value: Tensor, one: Tensor, count: int) -> int | None:
     """The dimension in which an argument has something for each of several samples; None: it is the same for all.
-
-    Args:
-        one: the argument of a call for one sample.
 
     Raises:
         ConfigError: it is neither.

@@ -62,10 +62,6 @@ def base_pipeline(pipe: Any) -> Any | None:
 def check_alike(kind: type, own: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Refuse a pipeline that calls the transformer in another form than the one that stands in for it.
 
-    Args:
-        kind: the pipeline's class.
-        own, base: arguments of the first call in each.
-
     Raises:
         ConfigError: names the argument.
     """

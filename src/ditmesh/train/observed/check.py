@@ -22,17 +22,12 @@ def loaded_pipeline(config: TrainConfig) -> Any:
 def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
     """Load a run's pipeline, observe how it is trained, and try that.
 
-    Args:
-        config: the run: model, resolution or buckets, frames, objective.
-        pipe: its pipeline, if it is loaded.
-
     Returns:
         ``model``, ``pipeline``, ``transformer``, ``component`` and ``timesteps`` (which transformer that is, and from
         where to where it is called; None: everywhere), ``trained_as`` (the pipeline that is trained in its place; None:
         itself), ``picture`` (what stands beside the caption: ``"first frame"`` or ``"hole"`` of the sample itself,
         ``"reference"``, or None), ``objective``, and ``sizes``: for every size ``size``, ``captions`` and ``pictures``
-        (the transformer's arguments that depend on them) and ``round_trip`` (how far from the chosen latents the loop
-        ended, relative to the largest).
+        (the transformer's arguments that depend on them) and ``round_trip`` (the loop's distance from the latents).
 
     Raises:
         ConfigError: one sentence that says what cannot be derived, or that the loop does not agree.

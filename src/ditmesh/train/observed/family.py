@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...core.library import library_class
 from ...errors import ConfigError
+from ..conditions import Conditions, latent_moments, sample_conditions, stacked
 from ..config import TrainConfig
-from ..families import FAMILIES, Conditions, Family, latent_moments, sample_conditions, stacked
 from .arguments import are_equal, argument_forms, differing_paths, is_number, merged, row_dim, typed_like
 from .base import base_pipeline, check_alike
 from .recipe import MOST_OFF, Recipe
@@ -42,24 +41,8 @@ def check_observable(kind: type) -> None:
         raise ConfigError(f"{kind.__name__} cannot be trained: it takes no prompt")
 
 
-def family_of(pipe: Any, config: TrainConfig) -> Family:
-    """How a pipeline is trained: by a family of the user's own, or as it is observed.
-
-    Raises:
-        ConfigError: it cannot be observed.
-    """
-    kind = type(getattr(pipe, "transformer", None))
-    published = library_class(kind)
-    own = FAMILIES.get(kind) or FAMILIES.get(kind.__name__ if published is None else published.__name__)
-    return ObservedFamily(pipe, config) if own is None else own
-
-
 class ObservedFamily:
-    """A family that is seen by running its pipeline with stand-ins.
-
-    Args:
-        pipe: the pipeline; it takes ``prompt`` or ``class_labels``, and everything else by itself.
-        config: the objective; guidance of distilled models is 1.
+    """How a pipeline is trained, seen by running it with stand-ins.
 
     Attributes:
         conditioned_by: ``"text"`` or ``"label"``.
@@ -304,17 +287,6 @@ class ObservedFamily:
             raise ConfigError(f"{', '.join(unknown)} of the transformer depends on the caption, and is no tensor")
         return changed
 
-    def draws_from_prompts(self) -> bool:
-        """True if the own pipeline can be called with a prompt alone, without an image beside it."""
-        length, view = self._config.data.max_sequence_length, self._viewed(self._own)
-        first = length[0] if isinstance(length, tuple) else length
-        try:
-            view.watcher.first_call(view.request(self._examples[1:], self._size, first))
-        except Exception:
-            # The pipeline's own, of any kind.
-            return False
-        return True
-
     def _check_base(self, size: tuple[int, int], length: int | None, recipe: Recipe) -> None:
         """Compare the own pipeline's first call with that of the one in its place, where it can be made."""
         unlike: list[ConfigError] = []
@@ -354,12 +326,14 @@ class ObservedFamily:
         moments = self.moments(pipe, blank.to(pipe.vae.device, pipe.vae.dtype))
         return (moments.shape[1] // 2, *moments.shape[2:])
 
-    # --- what training asks of a family ---------------------------------------------------------------------
+    # --- what training asks for ---------------------------------------------------------------------
 
     def moments(self, pipe: Any, values: Tensor) -> Tensor:
         """(B, 2C, ...): mean and standard deviation of the latents of images or videos."""
-        if values.dim() == 4 and _takes_frames(pipe.vae):
-            values = values.unsqueeze(2)
+        if values.dim() == 4:
+            # An autoencoder of videos takes an image as a video of one frame.
+            first = next((one for one in pipe.vae.modules() if isinstance(one, (nn.Conv2d, nn.Conv3d))), None)
+            values = values.unsqueeze(2) if isinstance(first, nn.Conv3d) else values
         return latent_moments(pipe.vae, values)
 
     def scaled(self, pipe: Any, latents: Tensor) -> Tensor:
@@ -451,9 +425,3 @@ class ObservedFamily:
         if (shape, device) not in self._on_device:
             self._on_device[shape, device] = self.recipes[shape].on(device)
         return self._on_device[shape, device]
-
-
-def _takes_frames(vae: Any) -> bool:
-    """True if an autoencoder is one of videos, which takes an image as a video of one frame."""
-    first = next((one for one in vae.modules() if isinstance(one, (nn.Conv2d, nn.Conv3d))), None)
-    return isinstance(first, nn.Conv3d)

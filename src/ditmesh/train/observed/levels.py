@@ -1,12 +1,10 @@
 """Noise levels of pipelines that scale the sampler's sample before the transformer sees it.
 
-Some samplers add noise without making the latents less: their sample is ``latents + sigma * noise``, and the
-transformer is given a multiple of it. Seen from the transformer nothing is special: with ``1 / (1 + sigma)`` its input
-is that of rectified flow at the level ``sigma / (1 + sigma)``, and with ``1 / sqrt(1 + sigma ** 2)`` that of DDPM. The
-networks of Karras et al. (2022, arXiv:2206.00364, section 5) predict, from there, the velocity of Salimans and Ho
-(2022, arXiv:2202.00512), so that a mean squared error of their results has the weights that the paper gives it. Here is
-the scheduler that training has in their place, and by how much a sample is scaled. Neither is believed: the round trip
-(see `recipe`) tries both in the pipeline's own loop.
+Some samplers add noise without making the latents less: their sample is ``latents + sigma * noise``, of which the
+transformer is given a multiple. With ``1 / (1 + sigma)`` its input is that of rectified flow at the level
+``sigma / (1 + sigma)``, with ``1 / sqrt(1 + sigma ** 2)`` that of DDPM, from where the networks of Karras et al. (2022,
+arXiv:2206.00364, section 5) predict the velocity of Salimans and Ho (2022, arXiv:2202.00512). Neither is believed: the
+round trip (see `recipe`) tries both in the pipeline's own loop.
 """
 
 from __future__ import annotations
@@ -68,7 +66,8 @@ def levels_of(scheduler: Any) -> Levels | None:
     config = scheduler.config
     if "sigma_data" in config and hasattr(scheduler, "precondition_outputs"):
         return _velocity(scheduler)
-    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and _unbounded(config):
+    is_unbounded = bool(config.get("use_karras_sigmas")) and (config.get("sigma_max") or 0.0) > 1
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and is_unbounded:
         flow = FlowMatchEulerDiscreteScheduler(num_train_timesteps=config["num_train_timesteps"])
         return Levels("flow", 1.0, 1.0, flow)
     if type(scheduler).__name__ == "FlowMapEulerDiscreteScheduler":
@@ -85,10 +84,6 @@ def levels_of(scheduler: Any) -> Levels | None:
         if float(fresh.init_noise_sigma) > 1.01:
             return Levels("scaled", 1.0, 1.0, scheduler)
     return None
-
-
-def _unbounded(config: Any) -> bool:
-    return bool(config.get("use_karras_sigmas")) and (config.get("sigma_max") or 0.0) > 1
 
 
 def _velocity(scheduler: Any) -> Levels:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from ..config import SECOND
 from ..objective import NoiseTables
+from .arguments import are_equal
 from .maps import FillValues, NumberMap
 from .watch import ObservedRun, PipelineWatcher, WatchedStep, replaced, sample_of, tensors_in, values_in
 
@@ -83,13 +84,9 @@ class Recipe:
         times: arguments that are the time; at least one.
         inputs: paths of the arguments that hold the sampler's sample, and from a sample to each, of a call for one.
             Numbers of them that are none of the sample's are given, such as those of a first frame.
-        prediction: from the transformer's result to the scheduler's input, both for one sample; a part of it
-            where the sample holds numbers that are given.
-        latents: from a sample to the autoencoder's input; constants are numbers that are given.
-        back: the inverse of ``latents``.
-        arguments: of the first call.
-        first: the first step.
-        result: the transformer's, in the first step.
+        prediction: from the transformer's result to the scheduler's input, both for one sample.
+        latents, back: from a sample to the autoencoder's input, where constants are given; and its inverse.
+        arguments, first, result: of the first call, the first step, and the transformer's result there.
         error: how far from the chosen latents the loop ended, relative to the largest; NaN: not tried.
         steps: of the loop in which it is tried.
     """
@@ -123,11 +120,7 @@ class Recipe:
 
 
 def derive_recipe(watcher: PipelineWatcher, request: Mapping[str, Any]) -> Recipe:
-    """Read a recipe off a pipeline's own loop; not tried yet, see `round_trip`.
-
-    Args:
-        watcher: of the pipeline.
-        request: arguments of its call for one image or video, without guidance.
+    """Read a recipe off a pipeline's own loop, without guidance; not tried yet, see `round_trip`.
 
     Raises:
         ConfigError: one sentence that says what of the pipeline is of no known form.
@@ -160,7 +153,12 @@ def derive_recipe(watcher: PipelineWatcher, request: Mapping[str, Any]) -> Recip
         raise ConfigError("no number of the sampler's sample is predicted, decoded and given to the transformer")
     first = plain.calls[0]
     there = dict(tensors_in(first.arguments))
-    inputs = tuple((path, _with_given(into.only(live), there[path])) for path, into in inputs)
+    # Where nothing of the sample stands in an argument, what is given.
+    only = {path: into.only(live) for path, into in inputs}
+    inputs = tuple(
+        (path, replace(into, base=torch.where(into.scale != 0, into.base, there[path].float().cpu())))
+        for path, into in only.items()
+    )
     prediction = replace(prediction, scale=prediction.scale * live, index=prediction.index * live)
     if prediction.index[live].unique().numel() != int(live.sum()):
         raise ConfigError("a number of the transformer's result is the prediction of two")
@@ -168,7 +166,10 @@ def derive_recipe(watcher: PipelineWatcher, request: Mapping[str, Any]) -> Recip
     # Of levels of noise that few steps do not have, such as the last ones.
     every = watcher.run({**request, "num_inference_steps": MANY_STEPS})
     _checked(every, watcher)
-    _check_given(every, inputs)
+    for path, into in inputs:
+        given, *others = (dict(tensors_in(call.arguments))[path][into.scale == 0] for call in every.calls)
+        if any(not torch.equal(given, other) for other in others):
+            raise ConfigError(f"{path} of the transformer holds given numbers that change from step to step")
     times, beside = _times(watcher, plain, every, [path for path, _ in inputs])
     watcher.bounds = _bounds(watcher, every)
     arguments, result = first.arguments, first.result
@@ -187,7 +188,6 @@ def round_trip(
     """Run the pipeline's loop with the target of training in the place of every result of the transformer.
 
     Args:
-        watcher, request: as for `derive_recipe`.
         tables: noise levels and target of training.
         renewed: the solver adds noise of its own in every step, so that the path is another one after each.
 
@@ -286,7 +286,7 @@ def _inputs(
             raise ConfigError("the loop has a single step")
         answers.append(dict(tensors_in(seen.calls[1].arguments)))
     zeros, noise = answers[0], answers[-1]
-    depends = [path for path in zeros if path not in noise or not _equal(zeros[path], noise[path])]
+    depends = [path for path in zeros if path not in noise or not are_equal(zeros[path], noise[path])]
     if not depends:
         raise ConfigError("no argument of the transformer holds the sampler's sample")
     found = []
@@ -303,19 +303,6 @@ def _inputs(
             raise SeveralBranches(f"{path} of the transformer holds numbers of the sampler's sample more than once")
         found.append((path, into))
     return tuple(sorted(found, key=lambda one: -int(one[1].held.sum())))
-
-
-def _with_given(into: NumberMap, seen: Tensor) -> NumberMap:
-    """The map with what stands in the argument where nothing of the sample does."""
-    return replace(into, base=torch.where(into.scale != 0, into.base, seen.float().cpu()))
-
-
-def _check_given(seen: ObservedRun, inputs: Sequence[tuple[str, NumberMap]]) -> None:
-    """Check that the arguments beside the sample are the same in every step, as training has them."""
-    for path, into in inputs:
-        first, *others = (dict(tensors_in(call.arguments))[path][into.scale == 0] for call in seen.calls)
-        if any(not torch.equal(first, one) for one in others):
-            raise ConfigError(f"{path} of the transformer holds given numbers that change from step to step")
 
 
 def _times(
@@ -436,10 +423,6 @@ def _tabled(path: str, values: Sequence[Any], times: np.ndarray, few: ObservedRu
         if abs(held - seen) > TABLE_TOLERANCE * largest:
             return None
     return found
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _round(value: float, unit: float) -> float:

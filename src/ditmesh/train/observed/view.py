@@ -93,7 +93,6 @@ class PipelineView:
             words: captions or labels.
             size: (height, width) in pixels.
             length: tokens of a prompt.
-            picture: the image beside the caption.
 
         Raises:
             ConfigError: a label is none of the model's, or the image lacks transparent pixels.

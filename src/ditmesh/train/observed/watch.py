@@ -26,12 +26,7 @@ DECODERS = ("vae", "vqvae")
 
 @dataclass(frozen=True)
 class WatchedCall:
-    """A call of a transformer.
-
-    Attributes:
-        result: its result or a stand-in, without batch dimension.
-        is_second: it was the pipeline's second transformer's.
-    """
+    """A call of a transformer, or of the second one, with its result or a stand-in, without batch dimension."""
 
     arguments: Mapping[str, Any]
     result: Tensor
@@ -101,18 +96,14 @@ class PipelineWatcher:
 
     Args:
         pipe: left as it was after every run.
-        denoiser: the component that is trained, and the one that computes; of two transformers the other one is a
-            stand-in only.
+        denoiser: the component that is trained; of two transformers the other one is a stand-in only.
 
     Attributes:
         levels: how samples of its scheduler become those of training; None: they are the same.
-        bounds: the lowest and the highest timestep at which the one of two transformers is called that is trained;
-            None: at all.
+        bounds: the lowest and the highest timestep of the trained one of two transformers; None: there is one.
         branches: of guidance that cannot be switched off; the first is the caption's, and the only one that is seen.
-        by_parts: copies of the scheduler step a part of the sample each, such as a frame; samples are then stacks of
-            parts.
+        by_parts: copies of the scheduler step a part of the sample each, such as a frame; samples are stacks of parts.
         fixed: arguments of the transformer that are always these, whatever the pipeline passes.
-        names: of the transformer's arguments.
         forms, prompts: results of the transformer by the form of its arguments, and of the encoder of prompts.
     """
 
@@ -161,9 +152,7 @@ class PipelineWatcher:
             steps: stop in the scheduler's step of this number, counted from 1.
             gradients: as for `first_call`.
         """
-        run = _Run(self, results, samples, calls, steps, gradients)
-        run.run(request)
-        return run.seen
+        return _Run(self, results, samples, calls, steps, gradients).run(request)
 
     def moments(self, timestep: float) -> tuple[float, float, float]:
         """After a step: its timestep, and what samples before and after it are to be multiplied with."""
@@ -176,25 +165,23 @@ class PipelineWatcher:
         return self.levels.timestep(timestep, now), self.levels.factor(now), self.levels.factor(later)
 
 
+@dataclass
 class _Run:
-    """One run of a pipeline, with functions in the place of its parts."""
+    """One run of a pipeline, with functions in the place of its parts; see `PipelineWatcher.run`."""
 
-    def __init__(
-        self,
-        watcher: PipelineWatcher,
-        results: ResultOf | None,
-        samples: SampleOf | None,
-        calls: int | None,
-        steps: int | None,
-        gradients: bool,
-    ) -> None:
+    _watcher: PipelineWatcher
+    _results: ResultOf | None
+    _samples: SampleOf | None
+    _calls: int | None
+    _steps: int | None
+    _gradients: bool
+
+    def __post_init__(self) -> None:
         self.seen = ObservedRun()
-        self._watcher, self._pipe, self._scheduler = watcher, watcher.pipe, watcher.pipe.scheduler
-        self._results, self._samples, self._calls, self._steps = results, samples, calls, steps
-        self._gradients = gradients
+        self._pipe, self._scheduler = self._watcher.pipe, self._watcher.pipe.scheduler
         self._signature = inspect.signature(self._scheduler.step)
 
-    def run(self, request: Mapping[str, Any]) -> None:
+    def run(self, request: Mapping[str, Any]) -> ObservedRun:
         pipe, watcher = self._pipe, self._watcher
         with ExitStack() as undo, torch.set_grad_enabled(self._gradients):
             # Around the pipeline's own bookkeeping of its parts.
@@ -219,6 +206,7 @@ class _Run:
                 torch.manual_seed(7)
             with suppress(_Stop):
                 call(pipe, **request)
+        return self.seen
 
     def _patch(self, undo: ExitStack) -> None:
         """Put functions in the place of the scheduler's step, the decoder and the encoder of prompts."""
@@ -245,24 +233,26 @@ class _Run:
         if self._calls is not None and number + 1 >= self._calls:
             seen.calls.append(WatchedCall(arguments, torch.empty(0)))
             raise _Stop
-        form = tuple(_forms_of(arguments))
+        form = tuple(
+            (path, (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value))
+            for path, value in values_in(arguments)
+        )
         if form not in watcher.forms:
             watcher.forms[form] = watcher.model(**given)
         output = watcher.forms[form]
         stand_in = None if self._results is None else self._results(number, arguments)
         if stand_in is not None:
             output = _with_sample(output, stand_in, watcher.branches)
-        result = _first(_sample_of(output)).detach().clone()
+        result = _sample_of(output)[0].detach().clone()
         seen.calls.append(WatchedCall(arguments, result, is_second))
         return output
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given, steps, call = self._signature.bind(*args, **kwargs).arguments, self.seen.steps, len(self.seen.calls) - 1
+        timestep, output, sample = self._inputs(*args, **kwargs)
+        steps, call = self.seen.steps, len(self.seen.calls) - 1
         number = len(steps)
-        # Solvers write into their arguments.
-        output, sample = (_first(given[name]).detach().clone() for name in ("model_output", "sample"))
         result = original(*args, **kwargs)
-        moment, now, later = self._watcher.moments(float(given["timestep"]))
+        moment, now, later = self._watcher.moments(timestep)
         if steps and steps[-1].call == call:
             # Some ask the scheduler for the latents that a result stands for, before they step.
             number -= 1
@@ -272,6 +262,12 @@ class _Run:
                 raise _Stop
         chosen = None if self._samples is None else self._samples(number)
         return result if chosen is None else _stepped(result, chosen / later)
+
+    def _inputs(self, *args: Any, **kwargs: Any) -> tuple[float, Tensor, Tensor]:
+        """Timestep, result of the transformer and sample of a step; solvers write into their arguments."""
+        given = self._signature.bind(*args, **kwargs).arguments
+        output, sample = (given[name][0].detach().clone() for name in ("model_output", "sample"))
+        return float(given["timestep"]), output, sample
 
     def _copied(self, memo: dict[int, Any]) -> Any:
         """A copy of the scheduler, of which each steps a part of the sample."""
@@ -284,9 +280,8 @@ class _Run:
         return other
 
     def _step_part(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given, steps, call = self._signature.bind(*args, **kwargs).arguments, self.seen.steps, len(self.seen.calls) - 1
-        output, sample = (_first(given[name]).detach().clone() for name in ("model_output", "sample"))
-        moment, part = float(given["timestep"]), 0
+        moment, output, sample = self._inputs(*args, **kwargs)
+        steps, call, part = self.seen.steps, len(self.seen.calls) - 1, 0
         if steps and steps[-1].call == call:
             last = steps.pop()
             part = len(last.sample)
@@ -310,7 +305,8 @@ class _Run:
         raise _Stop
 
     def _encoded(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        key, prompts = repr(_keys_of({"args": args, "kwargs": kwargs})), self._watcher.prompts
+        prompts, given = self._watcher.prompts, values_in({"args": args, "kwargs": kwargs})
+        key = repr([(path, tensor_digest(value) if isinstance(value, Tensor) else value) for path, value in given])
         if key not in prompts:
             prompts[key] = original(*args, **kwargs)
         return prompts[key]
@@ -360,10 +356,6 @@ def _sample_of(output: Any) -> Tensor | Sequence[Tensor]:
     return output[0]
 
 
-def _first(value: Tensor | Sequence[Tensor]) -> Tensor:
-    return value[0]
-
-
 def first_branch(arguments: Mapping[str, Any], branches: int) -> Mapping[str, Any]:
     """Arguments of a call for several branches of guidance, one behind the other: those of the first."""
     if branches == 1:
@@ -389,13 +381,3 @@ def _with_sample(output: Any, sample: Tensor, branches: int = 1) -> Any:
     if isinstance(output, tuple):
         return (value, *output[1:])
     return type(output)(**{**output, next(iter(output)): value})
-
-
-def _forms_of(arguments: Mapping[str, Any]) -> Iterator[Any]:
-    for path, value in values_in(arguments):
-        yield path, (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value)
-
-
-def _keys_of(arguments: Mapping[str, Any]) -> Any:
-    """Keys that tell arguments apart, as text can show them."""
-    return [(path, tensor_digest(one) if isinstance(one, Tensor) else one) for path, one in values_in(arguments)]

@@ -199,7 +199,6 @@ def matching_state(state: Mapping[str, Any], names: set[str], optimizer: str) ->
     Args:
         state: as `optimizer_tensors` returns it, after `initialise_state`.
         names: of all tensors of the checkpoint.
-        optimizer: its name.
 
     Raises:
         InputError: the state of a parameter has other parts than this optimizer's.
@@ -221,13 +220,7 @@ def matching_state(state: Mapping[str, Any], names: set[str], optimizer: str) ->
 def fill_state(
     optimizer: torch.optim.Optimizer, named: Named, state: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> None:
-    """Give an optimizer the state of a checkpoint; state that the checkpoint lacks begins with the next step.
-
-    Args:
-        optimizer: after `initialise_state`.
-        state: as `optimizer_tensors` returns it.
-        facts: as `facts_of_state` returns them.
-    """
+    """Give an optimizer the state of a checkpoint; state that the checkpoint lacks begins with the next step."""
     numbers = facts.get("numbers", {})
     for name, parameter in named.items():
         held = optimizer.state[parameter]

@@ -30,9 +30,6 @@ class WeightUpdate:
         steps: optimizer steps of the run.
 
     Attributes:
-        parameters: the trained ones.
-        optimizer: as `TrainConfig.optimizer` says.
-        schedule: of the learning rate.
         average: the moving average of the weights; None without ``ema_decay``.
 
     Raises:
@@ -52,14 +49,10 @@ class WeightUpdate:
         self.average = None if decay is None else EMAModel(self.parameters, decay=decay)
 
     def apply(self, sync: GradientSync, step: int) -> float:
-        """Change the weights by the gradients that they hold. Collective.
+        """Change the weights by the gradients that they hold; returns their norm before clipping. Collective.
 
         Args:
-            sync: clips the gradients of all ranks.
             step: number of the step from 1, for messages.
-
-        Returns:
-            The norm of the gradient before clipping.
 
         Raises:
             FloatingPointError: a gradient is not finite.

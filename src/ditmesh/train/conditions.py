@@ -1,61 +1,15 @@
-"""What training asks of a pipeline, and conditions of several samples as one.
-
-Pipelines are observed (see `observed.family`); a family of a user's own goes before that.
-"""
+"""Conditions of several samples as one, and moments of latents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 # Tensors with one row per sample.
 Conditions = dict[str, Tensor]
-
-
-class Family(Protocol):
-    """How one kind of pipeline is trained.
-
-    Attributes:
-        conditioned_by: ``"text"`` or ``"label"``.
-        videos: latents are those of videos, (B, C, F, H, W).
-    """
-
-    conditioned_by: str
-    videos: bool
-
-    def prepare(self, pipe: Any) -> None:
-        """Switch off a model's own randomness; the trainer supplies noise and dropped conditions."""
-
-    def encode(self, pipe: Any, words: Sequence[Any], length: int | None) -> Conditions:
-        """Conditions of captions (strings; empty ones for none) or labels (integers; None for none)."""
-        ...
-
-    def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
-        """The transformer's prediction for latents (B, C, [F,] H, W), in the same shape."""
-        ...
-
-    def check_size(self, pipe: Any, size: tuple[int, int]) -> None:
-        """Refuse a size of training, (height, width) in pixels, that the model cannot have.
-
-        Raises:
-            ConfigError: one sentence.
-        """
-        ...
-
-    def moments(self, pipe: Any, values: Tensor) -> Tensor:
-        """(B, 2C, [f,] h, w): mean and standard deviation of the latents of images or videos (B, 3, [F,] H, W)."""
-        ...
-
-    def scaled(self, pipe: Any, latents: Tensor) -> Tensor:
-        """Latents of the autoencoder, (B, C, [f,] h, w), as the transformer is trained on them."""
-        ...
-
-
-# By the name of a class of diffusers, or by a class: families of a user's own.
-FAMILIES: dict[str | type, Family] = {}
 
 
 def latent_moments(vae: Any, values: Tensor) -> Tensor:
@@ -67,8 +21,6 @@ def latent_moments(vae: Any, values: Tensor) -> Tensor:
         return torch.cat([encoded[0], torch.zeros_like(encoded[0])], dim=1).float()
     return torch.cat([distribution.mean, distribution.std], dim=1).float()
 
-
-# --- rows of conditions of unlike shapes ---------------------------------------------------------------------------
 
 # Suffix of the name of a condition with rows filled up with zeros: under it stands the shape of each row.
 _SHAPES = ".shape"
