@@ -53,8 +53,8 @@ class LoraConfig(SettingsGroup):
     )
     comfyui: bool = Field(
         default=False,
-        description="Save the adapter in ComfyUI's names as well, as ``comfyui.safetensors``: of Wan, LTX, Lumina 2, "
-        "HunyuanVideo and Cosmos it knows no others.",
+        description="Save the adapter in ComfyUI's names as well, as ``comfyui.safetensors``: of Wan, LTX, Lumina 2 "
+        "and HunyuanVideo it knows no others.",
     )
 
     @model_validator(mode="after")
