@@ -231,21 +231,6 @@ def test_all_ranks_train_one_adapter(ranks, root, tmp_path):
             assert max(abs(found[step] / alone[step] - 1) for step in alone) <= 1e-5, more
 
 
-def bits_of(given: dict[str, Any]) -> tuple[list[str], str]:
-    config = configured(given)
-    with Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=100.0) as trainer:
-        return [loss.hex() for loss in trainer.run().losses.values()], trainer.state.weights_digest()
-
-
-def test_reproducible_adapters_have_one_ranks_bits(ranks, root, tmp_path):
-    given = run_of(root, tmp_path / "1", lora={"rank": 2, "type": "dora"}, reproducible=True)
-    alone = bits_of(given)
-    for number, axis in enumerate(("ulysses", "data")):
-        more = {"parallel": {axis: 2}, "output_dir": str(tmp_path / f"2-{number}")}
-        for found in ranks(2).run(bits_of, {**given, **more}):
-            assert found == alone, axis
-
-
 def test_adapters_that_do_not_fit_are_refused(root, tmp_path):
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("flux", {"lora": {"type": "dora", "comfyui": True}}, "comfyui=True is for type='lora'"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,14 @@ import torch
 from torch import Tensor
 
 import ditmesh
-from ditmesh.cli.main import main
 from ditmesh.generate.model_info import find_model
 from ditmesh.memory.check import components_of
-from ditmesh.train.memory import estimated_memory, least_memory, training_report
+from ditmesh.train.memory import estimated_memory, least_memory
 from ditmesh.train.memory_check import check_training_memory
 from ditmesh.train.model.frozen import read_pipeline_frozen
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
-from support.train import configured, folder_of, grouped, settings
+from support.train import configured, folder_of, settings
 
 
 def local_bytes(tensor: Any) -> int:
@@ -113,23 +111,3 @@ def test_a_model_that_is_not_known_is_not_refused(data, tmp_path, monkeypatch):
     config = configured(settings(data, tmp_path))
     assert least_memory(config) is None
     check_training_memory(config, find_model("emoji-sd3"), torch.device("cpu"), 1e3)
-
-
-def test_the_table_begins_with_the_total(data, tmp_path, capsys):
-    run = settings(data, tmp_path / "out", pretrained_model_name_or_path="flux.1-dev", lora={"rank": 16}, cache_dir="c")
-    (tmp_path / "run.yaml").write_text(json.dumps(grouped(run)))
-    words = ["memory", str(tmp_path / "run.yaml"), "--hardware", "4090"]
-    for more in ([], ["--json"]):
-        with pytest.raises(SystemExit) as left:
-            main([*words, *more])
-        assert not left.value.code
-    text = capsys.readouterr().out
-    found = json.loads(text[text.index("{") :])
-    (rank,) = found["ranks"]
-    # 11.9 billion numbers in float32, and T5 and CLIP while samples are encoded.
-    assert rank["phases"]["step"]["frozen"] == pytest.approx(47.6e9, rel=0.01)
-    assert rank["peak"] == "encode"
-    assert "without activations" in text
-    head = next(line for line in text.splitlines() if "phase" in line)
-    assert head.index("total") < head.index("trained")
-    assert training_report(found) is not None
