@@ -14,6 +14,9 @@ SETTING = dict.fromkeys(("generate", "serve", "inspect", "memory"), "--set ") | 
 # Options that are written in another way than before.
 MOVED = {
     "--address": "write it behind the launcher: --launcher ray@HOST:PORT",
+    "--max-loaded": "leave it out: all models are loaded",
+    "--max-history": "use --keep and --max-disk",
+    "--rate": "limit requests in a proxy",
     "--server": "ask a server by its images API, its page or ditmesh.Client",
     "--deadline-ms": "deadline_ms is a field of jobs over HTTP and of ditmesh.Client",
     "--no-memory-check": "write --memory-limit none",
