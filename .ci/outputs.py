@@ -173,7 +173,6 @@ REQUESTS: dict[str, tuple[str, str, Any]] = {
     "edit no file": ("POST", "/v1/images/edits", (JOB, "picture")),
     "edit no form": ("POST", "/v1/images/edits", JOB),
     "video": ("POST", "/v1/videos", JOB),
-    "videos": ("GET", "/v1/videos", None),
     "no video": ("GET", "/v1/videos/job_0123", None),
     "no video to delete": ("DELETE", "/v1/videos/job_0123", None),
     "no video's file": ("GET", "/v1/videos/job_0123/content", None),

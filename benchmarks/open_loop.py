@@ -362,12 +362,11 @@ def compared(arguments: argparse.Namespace) -> dict[str, Any]:
     notebook = Notebook(arguments.resume, settings)
     weights = arguments.weights or [1.0] * len(kinds)
     models = [word for model in dict.fromkeys(kind.model for kind in kinds) for word in ("--model", model)]
-    options = [*models, "--max-loaded", str(len(models) // 2)]
     servers = arguments.server or ["--devices 2"]
     right: dict[tuple[Kind, int], bytes] = {}
 
     def by_itself(words: str) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder, served([*shlex.split(words), *options], folder) as (url, _):
+        with tempfile.TemporaryDirectory() as folder, served([*shlex.split(words), *models], folder) as (url, _):
             own: dict[tuple[Kind, int], bytes] = {}
             seconds = [alone_on(url, kind, arguments, own) for kind in kinds]
             return {
@@ -408,7 +407,7 @@ def compared(arguments: argparse.Namespace) -> dict[str, Any]:
 
     def started(words: str, undo: ExitStack) -> tuple[str, int]:
         folder = undo.enter_context(tempfile.TemporaryDirectory())
-        url, process = undo.enter_context(served([*shlex.split(words), *options], folder))
+        url, process = undo.enter_context(served([*shlex.split(words), *models], folder))
         # What is done once.
         own: dict[tuple[Kind, int], bytes] = {}
         for kind in kinds:

@@ -152,9 +152,8 @@ class Attack:
             if number is None:
                 return
             began = time.monotonic()
-            key = f"honest-{number}"
             body = {"prompt": f"fox {number}", "seed": number, "steps": STEPS}
-            job = self._asked("POST", "/v1/jobs", json=body, headers={"Idempotency-Key": key}).json()
+            job = self._asked("POST", "/v1/jobs", json=body).json()
             while job["status"] not in ("succeeded", "failed", "cancelled"):
                 time.sleep(0.05)
                 job = self._asked("GET", f"/v1/jobs/{job['id']}").json()

@@ -7,7 +7,7 @@
 
 It starts `ditmesh serve` on a folder of its own: a small tmpfs where one can be mounted, else the full disk is a limit
 on the size of the server's files. Clients behave as real ones: half of them submit jobs and follow them
-(`ditmesh.Client`), half wait for OpenAI's endpoint, and send their request again with the same Idempotency-Key when the
+(`ditmesh.Client`), half wait for OpenAI's endpoint, and send their request again when the
 connection is lost or the server says that they should. Every picture is compared with the one that was made alone. The
 exit code is 1 when anything accepted was lost or is wrong, a fault took longer than 30 s, or something is left behind.
 
@@ -208,13 +208,13 @@ def submitted(url: str, wish: Wish, outcome: Outcome) -> bytes:
 
 
 def waited_for(url: str, wish: Wish, outcome: Outcome) -> bytes:
-    """A client of OpenAI's endpoint, which sends its request again with the same key; the picture's pixels."""
-    limit, headers = time.monotonic() + PATIENCE, {"Idempotency-Key": secrets.token_hex(16)}
+    """A client of OpenAI's endpoint, which sends its request again; the picture's pixels."""
+    limit = time.monotonic() + PATIENCE
     body = {"prompt": wish.prompt, "seed": wish.seed, "steps": wish.steps}
     with httpx.Client(base_url=url, timeout=PATIENCE) as http:
         while True:
             try:
-                answer = http.post("/v1/images/generations", json=body, headers=headers)
+                answer = http.post("/v1/images/generations", json=body)
             except httpx.HTTPError as error:
                 outcome.error(f"generations: {type(error).__name__}: {error}")
                 again = True

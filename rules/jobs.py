@@ -24,7 +24,7 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt
 from ditmesh.generate.run import generate
 from ditmesh.generate.runner import PipelineRunner
-from ditmesh.serve.worker import model_cache
+from ditmesh.serve.worker import worker
 from ditmesh.serve.worker.worker import serve_rank
 from rules.fake_cuda import FakeDevice, cuda, unavailable
 
@@ -36,7 +36,7 @@ def gpu_of_rank() -> Iterator[FakeDevice]:
     assert reason is None, reason
     where = torch.device("cuda", 0)
     with cuda(found=True) as device, ExitStack() as stack:
-        for module in (backends, grid, model_cache):
+        for module in (backends, grid, worker):
             stack.enter_context(mock.patch.object(module, "device_of_rank", return_value=where))
         yield device
 

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import json
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
@@ -39,8 +38,6 @@ ROLES = {"image": "image", "mask": "mask", "control": "control", "ip_image": "ip
 # Seconds: to connect and to be answered; of silence in a stream, in which the server says every 15 that it is alive;
 # between two attempts when the server does not say.
 TIMEOUT, SILENCE, PAUSE = 30.0, 45.0, 1.0
-# For an answer while a caller that breaks off waits for the end.
-CLOSING_SECONDS = 3.0
 
 
 # --- requests as data
@@ -205,22 +202,11 @@ class Client:
         return self.images(job)
 
     def submit(self, prompt: str, **options: Any) -> Job:
-        """Submit a job and return immediately; ``options`` as for `generate`. An interruption cancels the job."""
-        # With this key a repeated request is the same job.
-        once: dict[str, Any] = {
-            "json": job_body(prompt, options),
-            "headers": {"Idempotency-Key": secrets.token_hex(16)},
-        }
-        try:
-            return Job.model_validate(self._ask("POST", "/v1/jobs", **once).json())
-        except Exception:
-            raise
-        except BaseException:
-            # The request may have arrived: repeating it returns its job.
-            with contextlib.suppress(Exception):
-                response = self._http.request("POST", "/v1/jobs", timeout=CLOSING_SECONDS, **once)
-                self._http.request("DELETE", f"/v1/jobs/{response.json()['id']}", timeout=CLOSING_SECONDS)
-            raise
+        """Submit a job and return immediately; ``options`` as for `generate`.
+
+        If the answer is lost, the job may run although this raises `ServerError`; see `jobs`.
+        """
+        return Job.model_validate(self._ask("POST", "/v1/jobs", json=job_body(prompt, options)).json())
 
     def wait(self, id: str, on_event: OnEvent | None = None) -> Job:
         """Wait until a job has succeeded. Raises the error of a failed job."""
@@ -331,8 +317,9 @@ class Client:
             except (httpx.TransportError, httpx.InvalidURL) as error:
                 passing = isinstance(error, (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException))
                 absent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)) and not self._reached
-                # An interrupted caller does not wait.
-                wait = PAUSE if passing and not absent and method != "DELETE" else None
+                # An interrupted caller does not wait, and a job that may have arrived is not sent twice.
+                again = method == "GET" or (method == "POST" and isinstance(error, httpx.ConnectError))
+                wait = PAUSE if passing and not absent and again else None
                 if wait is None or waited + wait > self._patience:
                     raise _unreachable(self.url, error) from None
             else:

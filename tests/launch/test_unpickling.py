@@ -33,7 +33,6 @@ EXCEPTIONS = {
     ("launch/ray.py", "_Report.reply", "pickle.loads"): OWN,
     ("ranks/handle.py", "Ranks._outcomes", "pickle.loads"): OWN,
     ("ranks/rank.py", "outcome", "pickle.loads"): OWN,
-    ("serve/worker/rendezvous.py", "HostAllGather.__call__", "pickle.loads"): GROUP,
     ("strategies/inputs.py", "AgreedInputs._received", "pickle.loads"): GROUP,
 }
 # Of checkpoints in the format of torch: what is in them is checked before it is read, or read with a list of names.
@@ -55,6 +54,7 @@ COLLECTIVES = {
     "generate/run.py",
     "generate/shares.py",
     "memory/check.py",
+    "serve/worker/rendezvous.py",
     "launch/torchrun.py",
     "strategies/checked.py",
     "strategies/determinism.py",

@@ -17,7 +17,6 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.generate.receipt import PNG_KEYWORD, Receipt
 from ditmesh.generate.video import frames_digest, metadata_of, write_mp4
@@ -84,13 +83,6 @@ def frames(folder: Path) -> np.ndarray:
     return np.stack([np.asarray(frame).astype(int) for frame in made.frames[0]])
 
 
-def run(*arguments: str) -> int:
-    """Run the command line here; its exit code."""
-    with pytest.raises(SystemExit) as left:
-        main([*arguments])
-    return int(left.value.code or 0)
-
-
 def finished(http: httpx.Client, id: str) -> dict[str, Any]:
     """A job's last event, when it has come."""
     with http.stream("GET", f"/v1/jobs/{id}/events") as stream:
@@ -137,33 +129,6 @@ def test_the_official_client_gets_the_pipelines_frames(
         assert (stream.codec_context.name, stream.average_rate) == ("h264", FPS)
     assert np.shape(decoded) == frames.shape
     assert np.abs(np.mean(decoded, (1, 2)) - np.mean(frames, (1, 2))).max() < 6
-
-    listed = client.videos.list(limit=1)
-    assert [video.id for video in listed.data] == [again["id"]]
-    assert made.id in [video.id for video in listed]
-
-
-@pytest.mark.matrix
-def test_progress_and_cancelling(http: httpx.Client, client: openai.OpenAI):
-    made = http.post("/v1/videos", json={**ASKED, "size": "64x32", "frames": FRAMES, "steps": 200}).json()
-    names = []
-    with http.stream("GET", f"/v1/jobs/{made['id']}/events") as stream:
-        for line in stream.iter_lines():
-            if line.startswith("event: "):
-                names.append(line.removeprefix("event: "))
-                if names.count("step") == 3 and names[-1] == "step":
-                    assert client.videos.retrieve(made["id"]).status == "in_progress"
-                    assert client.videos.delete(made["id"]).deleted
-    assert names[:2] == ["queued", "started"]
-    assert names[-1] == "cancelled"
-    # Steps that go by while two requests travel are few or many, as the machine is busy; not those of the whole video.
-    assert names.count("step") < 100
-    video = client.videos.retrieve(made["id"])
-    assert (video.status, video.error.code) == ("failed", "cancelled")
-    with pytest.raises(openai.BadRequestError, match="has cancelled"):
-        client.videos.delete(made["id"])
-    with pytest.raises(openai.NotFoundError):
-        client.videos.download_content(made["id"])
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,10 @@ import os
 import re
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -30,9 +28,8 @@ from PIL import Image
 import ditmesh
 from ditmesh.cli.main import main
 from ditmesh.generate.receipt import read_receipt
-from ditmesh.serve.types import Event
 from support import processes
-from support.misuse import QUICK, misuse
+from support.misuse import misuse
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -140,23 +137,6 @@ def test_clients_get_what_generate_gives(
         assert ours.model_copy(update=APART) == there.receipt.model_copy(update=APART)
 
 
-@pytest.mark.matrix
-def test_progress_previews_and_batches(client: ditmesh.Client):
-    """Four at a time: each is the one it is alone."""
-    with ThreadPoolExecutor(4) as threads:
-        together = list(threads.map(lambda seed: client.generate("a cactus", seed=seed)[0], range(4)))
-    seen: list[Event] = []
-    alone = client.generate("a cactus", seed=2, previews=3, on_event=seen.append)[0]
-    assert abs(pixels(alone) - pixels(together[2])).max() <= 1
-    assert abs(pixels(alone) - pixels(together[1])).max() > 1
-    steps = [event.data["step"] for event in seen if event.event == "step"]
-    assert steps == list(range(1, 13))
-    assert [event.data["step"] for event in seen if event.event == "preview"] == [3, 6, 9]
-    (replica,) = client.server().replicas
-    assert replica.rows > replica.calls
-    assert replica.mesh == {"ulysses": 2}
-
-
 def test_a_cut_prompt_is_told_to_its_client_and_not_in_the_log(client: ditmesh.Client, server: Command):
     """The tokenizers take 16 tokens, and diffusers logs what they leave out; `running` looks at the log."""
     prompt = "a red fox and a cactus and a pizza and a hen and a cat who know secret words that nobody may read"
@@ -183,16 +163,6 @@ def test_cancelling_takes_a_step(client: ditmesh.Client):
     assert client.server().running == 0
 
 
-@pytest.mark.matrix
-def test_the_official_client_streams(server: Command):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        events = list(client.images.generate(prompt="a pizza", stream=True, partial_images=2, extra_body={"steps": 6}))
-        assert [event.type.rpartition(".")[2] for event in events] == ["partial_image", "partial_image", "completed"]
-        assert Image.open(BytesIO(base64.b64decode(events[-1].b64_json))).size == (64, 64)
-        with pytest.raises(openai.BadRequestError, match="multiple"):
-            client.images.generate(prompt="a pizza", size="63x64")
-
-
 def test_an_edit_is_generates(server: Command, kept_ranks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     Image.effect_noise((64, 64), 90).convert("RGB").save(tmp_path / "a.png")
     common = ["generate", "a red fox", "--image", tmp_path / "a.png", "--strength", "0.5", "--json"]
@@ -215,49 +185,6 @@ def test_the_process_that_answers_has_no_torch(server: Command):
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
     # As docs/serving.md says.
     assert psutil.Process(server.process.pid).memory_info().rss < 150e6
-
-
-@pytest.mark.matrix
-def test_metrics_of_ranks(server: Command, client: ditmesh.Client):
-    """While a job runs: a rank's last round between jobs may have waited for no other rank."""
-    missing = {"step_seconds", "waiting_seconds", "memory_bytes"}
-    job = client.submit("a red fox", steps=200)
-    limit = time.monotonic() + 60
-    while missing:
-        assert time.monotonic() < limit, missing
-        text = httpx.get(f"{server.url}/metrics").text
-        for name in [*missing]:
-            (line,) = [
-                line for line in text.splitlines() if line.startswith(f"ditmesh_rank_{name}{{") and 'rank="1"' in line
-            ]
-            if float(line.split()[-1]) > 0:
-                missing.remove(name)
-        time.sleep(0.1)
-    client.cancel(job.id)
-
-
-@pytest.mark.matrix
-def test_a_killed_rank_of_a_model_in_pieces_costs_nobody_a_picture(tmp_path: Path):
-    """Half of the weights were its alone: new ranks read them again, and do the job again."""
-    pieces = ("--shard", "2", "--set", "text_encoder=sharded")
-    with running(tmp_path / "state", *pieces) as server, ditmesh.Client(server.url) as client:
-        alone = client.generate("a pizza", seed=3, steps=24)[0]
-        victims, reasons = processes.ranks_of(server.process.pid), []
-        assert len(victims) == 2
-
-        def told(event: Event) -> None:
-            if event.event == "step" and event.data["step"] == 6 and processes.alive(victims[1]):
-                os.kill(victims[1], signal.SIGKILL)
-            if event.event == "restarted":
-                reasons.append(event.data["reason"])
-
-        again = client.generate("a pizza", seed=3, steps=24, on_event=told)[0]
-        (reason,) = reasons
-        assert re.match(r"rank \d of 2 was killed by SIGKILL", reason), reason
-        assert (pixels(alone) == pixels(again)).all()
-        (replica,) = client.server().replicas
-        assert replica.restarts == 1
-        assert replica.mesh == {"ulysses": 2}
 
 
 # --- what comes to nothing
@@ -299,52 +226,18 @@ def assert_nothing_left(server: Command, before: dict[str, Any]) -> dict[str, An
     return after
 
 
-def rows(server: Command) -> dict[str, int]:
-    """Rows of the queue's tables."""
-    with contextlib.closing(sqlite3.connect(server.folder / "queue.sqlite")) as db:
-        tables = ("jobs", "pictures", "inputs", "keys", "owners")
-        return {name: db.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
-
-
 def test_requests_that_come_to_nothing_leave_nothing(server: Command, client: ditmesh.Client):
     # Whatever is opened, imported and allocated once.
-    misuse(server.url, 30, QUICK)
+    misuse(server.url, 30)
     client.generate("a fox", steps=2)
     before = at_rest(server)
-    done = misuse(server.url, 30, QUICK)
+    done = misuse(server.url, 30)
     after = assert_nothing_left(server, before)
     assert done["requests"] >= 30
     # A cancelled job is remembered, with its input picture, until it expires.
-    left = {Path(one).parent.name for one in after["files"] if one not in before["files"]}
-    assert left <= {"inputs"}
+    left = [Path(one).name for one in after["files"] if one not in before["files"]]
+    assert all(re.fullmatch(r"[0-9a-f]{64}\.png", name) for name in left)
     assert max(grown(before, after, "bytes")) < 30e6
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(900)
-def test_a_thousand_requests_that_come_to_nothing_leave_nothing(tmp_path: Path):
-    with running(tmp_path / "state", "--keep", "0.001") as server, ditmesh.Client(server.url) as client:
-        misuse(server.url, 150)
-        client.generate("a fox", steps=2)
-        rest = [at_rest(server)]
-        for _ in range(2):
-            misuse(server.url, 500)
-            rest.append(assert_nothing_left(server, rest[0]))
-        print(json.dumps([grown(rest[number], rest[number + 1], "bytes") for number in range(2)]))
-        # The second half finds what the first has made room for; in the ranks, torch's threads share it out anew.
-        http, *ranks = grown(rest[1], rest[2], "bytes")
-        assert http < 4e6, rest
-        assert max(ranks) < 16e6, rest
-        # What has expired goes once a minute.
-        limit = time.monotonic() + 90
-        while (left := (rows(server), at_rest(server)["files"])) and time.monotonic() < limit:
-            if not left[0]["jobs"] and len(left[1]) <= 1:
-                break
-            time.sleep(1.0)
-        assert {name: count for name, count in left[0].items() if count} == {}
-        assert [Path(one).name for one in left[1]] == ["lock"]
-        picture = client.generate("a fox", seed=5, steps=2)[0]
-        assert client.generate("a fox", seed=5, steps=2)[0].tobytes() == picture.tobytes()
 
 
 # --- what is refused before a rank is started

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,11 +78,10 @@ def deadlines_of_loaded(spec: ModelSpec) -> list[float | None]:
     """Seconds of the ranks' own collectives, and of a loaded model's. A rank function."""
     gather = HostAllGather()
     try:
-        with ExitStack() as undo:
-            model = LoadedModel.open(spec, torch.device("cpu"), gather, undo)
-            found = [gather.deadline, model.engine.mesh.deadline]
-            model.close()
-            return found
+        model = LoadedModel.open(spec, torch.device("cpu"), gather)
+        found = [gather.deadline, model.engine.mesh.deadline]
+        model.close()
+        return found
     finally:
         gather.close()
 

@@ -74,10 +74,6 @@ def _gone_in_a_stream(http: httpx.Client) -> None:
         next(stream.iter_lines())
 
 
-def _gone_with_a_key(http: httpx.Client) -> None:
-    _gone_while_waiting(http, headers={"Idempotency-Key": f"{random.getrandbits(64):x}"})
-
-
 def _gone_while_following(http: httpx.Client) -> None:
     job = http.post(JOBS, json={"prompt": "a fox", "steps": STEPS}).raise_for_status().json()
     for _ in range(2):
@@ -149,14 +145,9 @@ KINDS: tuple[Callable[[httpx.Client], None], ...] = (
     _gone_in_a_stream,
     _unknown_names,
     _cancelled_with_a_picture,
-    _gone_with_a_key,
     _huge,
     _gone_while_following,
 )
-
-
-# Without those that the server waits for.
-QUICK = tuple(kind for kind in KINDS if kind is not _gone_with_a_key)
 
 
 def misuse(url: str, requests: int, kinds: Sequence[Callable[[httpx.Client], None]] = KINDS) -> Counter[str]:

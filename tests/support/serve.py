@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ditmesh.errors import RankFailed
+from ditmesh.errors import InputError, RankFailed
 from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.service import Service
 from ditmesh.serve.settings import ServiceSettings
@@ -24,13 +24,11 @@ from ditmesh.serve.worker.protocol import (
     Cancel,
     Cancelled,
     Finished,
-    Load,
     ModelFailed,
     ModelReady,
     Preview,
     Start,
     Stop,
-    TaskBegan,
     TaskFailed,
     TaskStepped,
 )
@@ -119,7 +117,7 @@ def serve_fake(specs: Sequence[ModelSpec], *, report: Any) -> None:
                 return
 
     threading.Thread(target=read, daemon=True).start()
-    loaded: dict[str, ModelSpec] = {}
+    loaded = _loaded(specs, say)
     running: dict[str, Running] = {}
     calls = rows = 0
     beat = 0.0
@@ -148,29 +146,27 @@ def _taken(inbox: queue.Queue) -> list[Any]:
     return taken
 
 
-def _obey(command: Any, loaded: dict[str, ModelSpec], running: dict[str, Running], say: Callable) -> None:
-    if isinstance(command, Load):
-        if command.spec.dtype == "float16":
+def _loaded(specs: Sequence[ModelSpec], say: Callable) -> set[str]:
+    """The names of the models, which are loaded at once; "float16" breaks, and "bfloat16" is refused."""
+    for spec in specs:
+        if spec.dtype == "float16":
             raise ArithmeticError("this model breaks")
-        loaded.pop(command.spec.name, None)
-        unloaded = tuple(list(loaded)[: max(0, len(loaded) + 1 - command.most)])
-        for name in unloaded:
-            assert not any(one.task.request.model == name for one in running.values())
-            del loaded[name]
-        if command.spec.dtype == "bfloat16":
-            say(ModelFailed(command.spec.name, "this model is broken", unloaded))
-            return
-        loaded[command.spec.name] = command.spec
+        if spec.dtype == "bfloat16":
+            say(ModelFailed(spec.name, "this model is broken"))
+            raise InputError("this model is broken")
         card = {"pipeline": "Fake", "batching": True, "steps": 4, "inputs": ["image"]}
-        say(ModelReady(command.spec.name, card, {"ulysses": 2}, "ulysses=2", unloaded))
-    elif isinstance(command, Start):
+        say(ModelReady(spec.name, card, {"ulysses": 2}, "ulysses=2"))
+    return {spec.name for spec in specs}
+
+
+def _obey(command: Any, loaded: set[str], running: dict[str, Running], say: Callable) -> None:
+    if isinstance(command, Start):
         task = command
         assert task.request.model in loaded
         if task.request.prompt.startswith("! refuse"):
             say(TaskFailed(task.id, "invalid_request", "the pipeline cannot do that"))
             return
-        running[task.id] = one = Running(task)
-        say(TaskBegan(task.id, one.steps))
+        running[task.id] = Running(task)
     elif isinstance(command, Cancel) and command.id in running:
         say(Cancelled(command.id, running.pop(command.id).step))
 

@@ -25,7 +25,7 @@ from PIL.PngImagePlugin import PngInfo
 from ditmesh._version import __version__, library_versions
 from ditmesh.errors import InputError
 from ditmesh.generate.receipt import PNG_KEYWORD, Receipt
-from ditmesh.serve.errors import IdempotencyKey, KeyReused, NoSpace, QueueFull, ResultFile, UnknownJob
+from ditmesh.serve.errors import NoSpace, QueueFull, ResultFile, UnknownJob
 from ditmesh.serve.http.app import create_app
 from ditmesh.serve.http.connections import ConnectionLimits
 from ditmesh.serve.http.listen import HttpServer, bound, url_of
@@ -90,12 +90,12 @@ class FakeBackend:
         self.stopped_with: float | None = None
         self.inputs: dict[str, bytes] = {}
         self.open_streams = 0
+        self.on_event: Any = None
         self.calls = 0
         self._jobs: dict[str, tuple[str, Job]] = {}
         self._events: dict[str, list[Event]] = {}
         self._news = asyncio.Condition()
         self._queue: list[str] = []
-        self._once: dict[tuple[str, str], tuple[str, str]] = {}
         self._worker: asyncio.Task[None] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="fake-")
         self._hold = asyncio.Event()
@@ -116,19 +116,12 @@ class FakeBackend:
         if self._worker is not None:
             self._worker.cancel()
 
-    async def given_up(self) -> str:
+    async def permanent_failure(self) -> str:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def repeated(self, owner: str, once: IdempotencyKey) -> Job | None:
-        digest, id = self._once.get((owner, once.key), ("", ""))
-        if id and self._jobs[id][1].status == "cancelled":
-            return None
-        if id and digest != once.digest:
-            raise KeyReused(f"Idempotency-Key {once.key!r} came with another request before")
-        return await self.job(id, owner) if id else None
-
-    async def submit(self, request: JobRequest, owner: str, once: IdempotencyKey | None = None) -> Job:
+    async def submit(self, request: JobRequest, owner: str, files: Any = None) -> Job:
+        self.inputs |= files or {}
         if self.broken:
             raise RuntimeError("the queue is broken")
         if self.full_disk:
@@ -160,19 +153,8 @@ class FakeBackend:
         )
         self._jobs[job.id], self._events[job.id] = (owner, job), []
         self._queue.append(job.id)
-        if once is not None:
-            self._once[owner, once.key] = once.digest, job.id
         await self._tell(job, "queued", {"position": job.position})
         return job.model_copy(deep=True)
-
-    async def put_input(self, data: bytes) -> str:
-        digest = hashlib.sha256(data).hexdigest()
-        self.inputs[digest] = data
-        return digest
-
-    async def release_input(self, digest: str) -> None:
-        if not any(one.digest == digest for _, job in self._jobs.values() for one in job.request.inputs):
-            self.inputs.pop(digest, None)
 
     async def job(self, id: str, owner: str) -> Job:
         return self._of(id, owner).model_copy(deep=True)
@@ -260,8 +242,11 @@ class FakeBackend:
 
     async def _tell(self, job: Job, name: EventName, data: dict[str, Any]) -> None:
         async with self._news:
-            self._events[job.id].append(Event(id=len(self._events[job.id]) + 1, event=name, data=data))
+            event = Event(id=len(self._events[job.id]) + 1, event=name, data=data)
+            self._events[job.id].append(event)
             self._news.notify_all()
+        if self.on_event is not None:
+            self.on_event(job, event)
 
     async def _end(self, job: Job, status: Status, error: JobError | None = None) -> None:
         job.status, job.finished, job.error, job.position = status, time.time(), error, None

@@ -75,12 +75,6 @@ class ClientOptions:
     keys: Annotated[
         Path | None, network_option(metavar="FILE", help="Answer only clients with a key from this file.")
     ] = None
-    rate: Annotated[
-        float,
-        network_option(
-            help="Accept this many jobs a minute from each key (or address); 0 means any number.", callback=at_least(0)
-        ),
-    ] = ApiSettings.model_fields["rate"].default
 
 
 if TYPE_CHECKING:
@@ -242,7 +236,6 @@ def planned(
         # On other addresses, only the owner knows the host names.
         hosts=(*LOOPBACK, host, *names) if local or names else (),
         cors=tuple(clients.cors_origin or ()),
-        rate=clients.rate,
         log_prompts=logs.log_prompts,
         aliases=_aliases(models.model_alias or [], [one.name for one in specs]),
     )
@@ -291,7 +284,7 @@ def serve(
 
     ditmesh serve --devices 2
 
-    ditmesh serve --model flux=./my-flux --model ./my-sd3 --max-loaded 2 --ulysses 4 --host 0.0.0.0 --keys keys
+    ditmesh serve --model flux=./my-flux --model ./my-sd3 --ulysses 4 --host 0.0.0.0 --keys keys
 
     ditmesh serve --keys keys --new-key alice
     """

@@ -1,4 +1,4 @@
-"""Errors of the server, idempotency keys and result files, as the queue passes them to the HTTP side."""
+"""Errors of the server and result files, as the queue passes them to the HTTP side."""
 
 from __future__ import annotations
 
@@ -31,10 +31,6 @@ class Stopping(QueueFull):
     """The server is stopping."""
 
 
-class NoRanks(QueueFull):
-    """The ranks have failed so often that jobs do not wait for them, although they are started again."""
-
-
 class StorageError(ServerError):
     """The server's folder cannot be read or written, and the operation was not done.
 
@@ -52,27 +48,10 @@ class NoSpace(StorageError):
     """The disk is full."""
 
 
-class KeyReused(ServerError):
-    """An idempotency key was used with another request before."""
-
-
 class UnknownJob(ServerError, KeyError):
     """There is no such job, or it belongs to another client, or has expired."""
 
     __str__ = Exception.__str__
-
-
-@dataclass(frozen=True)
-class IdempotencyKey:
-    """Identifies a request that is sent again as the same job.
-
-    Attributes:
-        key: the client's, of the header ``Idempotency-Key``.
-        digest: of the request, which is to be the same one.
-    """
-
-    key: str
-    digest: str
 
 
 @dataclass(frozen=True)

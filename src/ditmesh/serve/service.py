@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,12 @@ from .._version import __version__
 from ..errors import InputError, did_you_mean
 from ..launch import Launcher, connection, device_of_launcher, launcher, threads_of_launcher
 from ..launch.pool import PRELOAD
-from .errors import AWAY, IdempotencyKey, NoRanks, Stopping
+from .errors import AWAY, Stopping
 from .offers import ModelSpec, ServedModel
 from .queue.dispatch import Dispatcher
 from .queue.jobs import JobStore
 from .settings import ServiceSettings
 from .types import Job, JobRequest, ModelCard, ServerState
-from .worker.replicas import LONGEST_BACKOFF
 
 
 class Service(JobStore):
@@ -38,7 +37,7 @@ class Service(JobStore):
         """Read the models' files; `start` starts the replicas.
 
         Args:
-            specs: the models; the first is the default, and is loaded at the start.
+            specs: the models, which every replica loads; the first is the default.
             folder: for the queue and the results; no other server may use it.
             settings: of the ranks, their models and the stored results.
             function: what ranks run in the place of `worker.serve_rank`.
@@ -93,21 +92,18 @@ class Service(JobStore):
         """Returns when no ranks will ever serve, with the reason; see `Dispatcher.permanent_failure`."""
         return await self._dispatcher.permanent_failure()
 
-    async def submit(self, request: JobRequest, owner: str, key: IdempotencyKey | None = None) -> Job:
+    async def submit(self, request: JobRequest, owner: str, files: Mapping[str, bytes] | None = None) -> Job:
         """Accept a job: once this returns it is on disk and not lost any more.
 
-        A request that was accepted before with the same ``key`` is answered with its job, unless that was cancelled.
+        ``files`` are the input images that came with the request, PNGs by digest.
 
         Raises:
             InputError: the model cannot do it, in one sentence.
-            QueueFull: too many jobs wait, or (`NoRanks`) no ranks could run it, or (`Stopping`) the server stops.
+            QueueFull: too many jobs wait, or (`Stopping`) the server stops.
             StorageError: it cannot be written down; `NoSpace`: as the disk is full.
-            KeyReused: the key belongs to another request.
         """
         if self._stopping:
             raise Stopping("the server is stopping and takes no more jobs; ask again in a moment", AWAY)
-        if why := self._dispatcher.failure_reason:
-            raise NoRanks(f"{why}; ask again in a minute", LONGEST_BACKOFF)
         name = request.model or next(iter(self._served))
         model = self._served.get(name)
         if model is None:
@@ -117,12 +113,12 @@ class Service(JobStore):
         request = request.model_copy(update={"model": name, "seed": seed})
         model.check(request, self._settings.devices)
         id = f"job_{secrets.token_hex(16)}"
-        return await self._to_the_end(self.accept(id, request, owner, model.work(request), key))
+        return await self._to_the_end(self.accept(id, request, owner, model.work(request), files or {}))
 
     def models(self) -> list[ModelCard]:
         """The models, as far as they are known."""
-        loaded = {name for slot in self._dispatcher.slots for name in slot.models}
-        return [model.card.model_copy(update={"loaded": name in loaded}) for name, model in self._served.items()]
+        loaded = any(slot.up for slot in self._dispatcher.slots)
+        return [model.card.model_copy(update={"loaded": loaded}) for model in self._served.values()]
 
     def state(self, owner: str | None = None) -> ServerState:
         """The server's state; ``ready``: a replica has a model loaded; ``owner``: other owners' job ids are hidden."""

@@ -39,8 +39,6 @@ class ApiSettings(BaseModel):
         max_steps, max_images, max_prompt: of a request; the last in characters, also of the negative prompt.
         max_body: bytes of a request's body.
         max_input_pixels: of an input image.
-        rate: jobs a minute that a key (without keys: an address) may submit; 0: any number.
-        cancel_on_disconnect: a client of the OpenAI endpoints that goes away cancels its job.
         keep_alive: seconds of silence after which a stream says that it is alive.
         state_interval: seconds between two states of a stream of server states, at least.
         retry_after: seconds after which a client of a server that is not ready may ask again.
@@ -66,8 +64,6 @@ class ApiSettings(BaseModel):
         default=1024, ge=8
     )
     max_input_pixels: int = Field(default=2**24, ge=1)
-    rate: float = Field(default=0.0, ge=0)
-    cancel_on_disconnect: bool = True
     keep_alive: float = Field(default=15.0, gt=0)
     state_interval: float = Field(default=0.25, gt=0)
     retry_after: float = Field(default=5.0, gt=0)
@@ -84,11 +80,9 @@ class ServiceSettings(BaseModel):
         replicas: number of groups of ranks.
         device, threads, timeout: as of `RankPool`; ``threads`` default: all cores shared out to all ranks.
         launcher: by name; see `launch.launcher`. It has to be `Conversing`.
-        max_queue: images that wait; max_per_owner, weights: see `Queue`.
+        max_queue, max_per_owner: images that wait, of all keys and of one.
         max_batch: tasks that a replica runs at a time.
-        max_loaded: models that a replica holds at a time.
         keep: seconds for which results are kept.
-        max_history: ended jobs that are remembered, with their results; the oldest are forgotten early beyond that.
         max_disk: bytes of all results and inputs; the oldest ended jobs are forgotten early where it takes that.
         reserve: bytes of the disk that have to be free for a job to be accepted.
         stall: seconds after which ranks are given up: without a message while they are idle, without a step or anything
@@ -108,11 +102,8 @@ class ServiceSettings(BaseModel):
     launcher: str | None = None
     max_queue: Annotated[int, LimitOption("Limit the images that wait.")] = 1000
     max_per_owner: int = 250
-    weights: Mapping[str, float] | None = None
     max_batch: Annotated[int, LimitOption("Limit the images in one call of the model.")] = Field(default=8, ge=1)
-    max_loaded: Annotated[int, LimitOption("Limit the models that a replica holds at a time.")] = 1
     keep: Annotated[float, LimitOption("Keep results for so long.", "HOURS", 0.001, 3600)] = 86400.0
-    max_history: Annotated[int, LimitOption("Limit the ended jobs that are remembered.")] = Field(default=100_000, ge=1)
     max_disk: Annotated[
         float, LimitOption("Limit the space of results and inputs on the disk.", "GIB", 0.001, 2**30)
     ] = 10.0 * 2**30

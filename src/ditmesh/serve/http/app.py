@@ -23,10 +23,10 @@ from ..settings import ApiSettings
 from ..types import EventName, Job, JobRequest, ModelCard, ServerState, Status
 from . import openai, videos
 from .bodies import Bodies, add_schemas, body_schema, read_body
-from .errors import Refused, described, error_response, wait_header
+from .errors import OF_JOBS, Refused, described, error_response, wait_header
 from .guard import RequestGuard
-from .intake import IdempotencyHeader, JobId, Server, file_response, logged_job_id, result_file
-from .keys import Keys, Limiter
+from .intake import JobId, Server, file_response, logged_job_id, result_file
+from .keys import Keys
 from .logs import JobWatch
 from .metrics import Metrics
 from .streams import EventStream, event_schema, iterate_and_close, sse
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 # Characters of a failure's text in /readyz.
 LONGEST_REASON = 500
-# Error responses of every endpoint of jobs.
-OF_JOBS = described(401, 404)
-OF_SUBMISSION = described(401, 403, 404, 409, 413, 429, 503, 507)
 
 
 class JobList(BaseModel):
@@ -70,22 +67,16 @@ def stream_of(*names: str) -> dict[int | str, dict[str, Any]]:
 
 # --- jobs
 
-jobs = APIRouter(prefix="/v1", tags=["jobs"])
+jobs = APIRouter(prefix="/v1", tags=["jobs"], responses=OF_JOBS)
 
 
-@jobs.post(
-    "/jobs",
-    status_code=202,
-    responses=OF_SUBMISSION,
-    summary="Submit a job",
-    openapi_extra=body_schema(JobRequest),
-)
-async def post_job(request: Request, key: IdempotencyHeader = None) -> Job:
+@jobs.post("/jobs", status_code=202, openapi_extra=body_schema(JobRequest))
+async def post_job(request: Request) -> Job:
     """Submit a job and return immediately. An accepted job is on disk and survives a restart."""
-    return await request.app.state.server.accept(await read_body(request, JobRequest), request, key=key)
+    return await request.app.state.server.accept(await read_body(request, JobRequest), request)
 
 
-@jobs.get("/jobs", responses=described(401), summary="Jobs")
+@jobs.get("/jobs")
 async def get_jobs(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=1000)] = 50,
@@ -96,24 +87,19 @@ async def get_jobs(
     return JobList(data=await server.backend.jobs(request.state.owner, limit, status))
 
 
-@jobs.get("/jobs/{id}", responses=OF_JOBS, summary="A job")
+@jobs.get("/jobs/{id}")
 async def get_job(request: Request, id: JobId) -> Job:
     """The current state of a job."""
     return await request.app.state.server.backend.job(logged_job_id(id, request), request.state.owner)
 
 
-@jobs.delete("/jobs/{id}", responses=described(401, 403, 404), summary="Cancel a job")
+@jobs.delete("/jobs/{id}")
 async def delete_job(request: Request, id: JobId) -> Job:
     """Cancel a job: it stops at the next step. A job that has ended does not change."""
     return await request.app.state.server.backend.cancel(logged_job_id(id, request), request.state.owner)
 
 
-@jobs.get(
-    "/jobs/{id}/events",
-    response_class=Response,
-    responses={**OF_JOBS, **stream_of(*get_args(EventName), "error")},
-    summary="What happens to a job",
-)
+@jobs.get("/jobs/{id}/events", response_class=Response, responses=stream_of(*get_args(EventName), "error"))
 async def get_events(
     request: Request,
     id: JobId,
@@ -139,8 +125,7 @@ async def get_events(
 @jobs.get(
     "/jobs/{id}/images/{index}",
     response_class=Response,
-    responses={**OF_JOBS, **file_response("image/png", "image/jpeg", "image/webp", "video/mp4")},
-    summary="A result",
+    responses=file_response("image/png", "image/jpeg", "image/webp", "video/mp4"),
 )
 async def get_image(
     request: Request,
@@ -154,33 +139,28 @@ async def get_image(
 
 # --- the server
 
-about = APIRouter(tags=["server"])
+about = APIRouter(tags=["server"], responses=described(401, 404, 503))
 
 
-@about.get("/v1/models", responses=described(401), summary="Models")
+@about.get("/v1/models")
 async def get_models(request: Request) -> ModelList:
     """List the models that the server offers; the first is used if a request names none."""
     return ModelList(data=request.app.state.server.backend.models())
 
 
-@about.get("/v1/models/{id:path}", responses=described(401, 404), summary="A model")
+@about.get("/v1/models/{id:path}")
 async def get_model(request: Request, id: Annotated[str, Path(max_length=256)]) -> ModelCard:
     """One model."""
     return request.app.state.server.model(id)
 
 
-@about.get("/v1/server", responses=described(401), summary="The server's state")
+@about.get("/v1/server")
 async def get_server(request: Request) -> ServerState:
     """The queue, the replicas, and the latest step of each rank."""
     return request.app.state.server.backend.state(request.state.owner)
 
 
-@about.get(
-    "/v1/server/events",
-    response_class=Response,
-    responses={**described(401), **stream_of("state", "error")},
-    summary="The server's states",
-)
+@about.get("/v1/server/events", response_class=Response, responses=stream_of("state", "error"))
 async def get_server_events(request: Request) -> Response:
     """Stream the server's state whenever it changes."""
     server: Server = request.app.state.server
@@ -198,13 +178,13 @@ async def get_server_events(request: Request) -> Response:
     return EventStream(states(), server.settings.keep_alive, server.closing)
 
 
-@about.get("/healthz", summary="Alive")
+@about.get("/healthz")
 async def healthz() -> Alive:
     """The process answers."""
     return Alive()
 
 
-@about.get("/readyz", responses={503: described(503)[503]}, summary="Ready")
+@about.get("/readyz")
 async def readyz(request: Request) -> Alive:
     """Readiness: a replica accepts jobs; otherwise 503, with the reason if ranks failed."""
     server: Server = request.app.state.server
@@ -217,15 +197,7 @@ async def readyz(request: Request) -> Alive:
     return Alive()
 
 
-@about.get(
-    "/metrics",
-    response_class=Response,
-    responses={
-        **described(401),
-        200: {"description": "Prometheus's text form.", "content": {"text/plain": {"schema": {"type": "string"}}}},
-    },
-    summary="Metrics",
-)
+@about.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def get_metrics(request: Request) -> Response:
     """The metrics that Prometheus reads."""
     # Its parameter `version` is of Prometheus; it takes plain text, too.
@@ -249,9 +221,9 @@ def create_app(backend: Service, settings: ApiSettings | None = None, grace: flo
     """
     settings = settings or ApiSettings()
     metrics = Metrics(backend.state)
-    watch = JobWatch(backend, metrics, settings.log_prompts)
-    limiter, uploads = Limiter(settings.rate), Uploads(settings.max_input_pixels)
-    server = Server(backend, settings, metrics, watch, limiter, uploads, grace)
+    watch = JobWatch(metrics, settings.log_prompts)
+    backend.on_event = watch.tell
+    server = Server(backend, settings, metrics, watch, Uploads(settings.max_input_pixels), grace)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -290,7 +262,7 @@ def create_app(backend: Service, settings: ApiSettings | None = None, grace: flo
             CORSMiddleware,
             allow_origins=list(settings.cors),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "Idempotency-Key", "Last-Event-ID"],
+            allow_headers=["Authorization", "Content-Type", "Last-Event-ID"],
             expose_headers=["Retry-After"],
         )
     app.openapi = lambda: _openapi(app, keys is not None)  # type: ignore[method-assign]

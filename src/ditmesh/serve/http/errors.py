@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from ...errors import DitmeshError, InputError
 from ...request import FieldError
-from ..errors import KeyReused, NoRanks, NoSpace, QueueFull, Stopping, StorageError, UnknownJob
+from ..errors import NoSpace, QueueFull, Stopping, StorageError, UnknownJob
 
 
 class ErrorDetail(BaseModel):
@@ -63,7 +63,7 @@ MEANINGS: dict[int, tuple[str, str, str]] = {
     404: ("There is no such thing, or no longer", "not_found_error", "not_found"),
     405: ("Not with this method", "invalid_request_error", "method_not_allowed"),
     408: ("The request did not come in time", "invalid_request_error", "timeout"),
-    409: ("The job was cancelled, or the Idempotency-Key belongs to another request", "conflict_error", "cancelled"),
+    409: ("The job was cancelled", "conflict_error", "cancelled"),
     413: ("The request's body is too large", "invalid_request_error", "body_too_large"),
     429: ("Too many jobs; Retry-After says when to ask again", "rate_limit_error", "rate_limit_exceeded"),
     500: ("The server or the job has failed; the code names the cause", "server_error", "internal"),
@@ -85,6 +85,10 @@ def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
+# Of all endpoints of jobs.
+OF_JOBS = described(401, 403, 404, 409, 413, 429, 503, 507)
+
+
 def refusal_response(error: Exception) -> Refused:
     """The error response for a public exception."""
     if isinstance(error, Refused):
@@ -96,9 +100,7 @@ def refusal_response(error: Exception) -> Refused:
         return Refused(error.status_code, what or f"{error.detail}".lower(), headers=error.headers)
     if isinstance(error, UnknownJob):
         return Refused(404, str(error), "job_not_found")
-    if isinstance(error, KeyReused):
-        return Refused(409, str(error), "idempotency_key_reused", "Idempotency-Key")
-    if isinstance(error, (Stopping, NoRanks)):
+    if isinstance(error, Stopping):
         return Refused(503, str(error), headers=wait_header(error.retry_after))
     if isinstance(error, QueueFull):
         return Refused(429, str(error), "queue_full", headers=wait_header(error.retry_after))

@@ -55,17 +55,10 @@ class RequestGuard:
             # Web sockets are not supported: the application rejects them.
             await self.app(scope, receive, send)
             return
-        began, status, revoked = time.perf_counter(), 0, False
+        began, status = time.perf_counter(), 0
 
         async def answer(message: Message) -> None:
-            nonlocal status, revoked
-            if revoked:
-                return
-            owner = scope.get("state", {}).get("owner")
-            if message["type"] == "http.response.body" and owner and self.keys is not None:
-                # A stream ends with the key; its source ends as with a client that has gone.
-                revoked = not self.keys.has(owner)
-                message = {"type": "http.response.body", "body": b""} if revoked else message
+            nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)

@@ -11,17 +11,16 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Header, Path
+from fastapi import Path
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from ...errors import DitmeshError
-from ..errors import IdempotencyKey, UnknownJob
+from ..errors import UnknownJob
 from ..queue.storage import storage_error
 from ..settings import ApiSettings
 from ..types import Input, Job, JobRequest, ModelCard
 from .errors import Refused, refusal_response, wait_header
-from .keys import Limiter
 from .logs import JobWatch
 from .metrics import Metrics
 from .uploads import Uploads, from_data_url
@@ -41,15 +40,6 @@ LIMITED = {
 }
 JOB_ID = re.compile(r"job_[0-9a-f]{32}")
 JobId = Annotated[str, Path(description="`job_` and 32 hexadecimal digits", max_length=64)]
-IdempotencyHeader = Annotated[
-    str | None,
-    Header(
-        alias="Idempotency-Key",
-        pattern="^[!-~]{1,255}$",
-        description="Of the client's choice, such as a UUID: a request that is sent again with it is the same job, "
-        "for as long as that is remembered",
-    ),
-]
 
 
 @dataclass
@@ -65,7 +55,6 @@ class Server:
     settings: ApiSettings
     metrics: Metrics
     watch: JobWatch
-    limiter: Limiter
     uploads: Uploads
     grace: float = 0.0
     closing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -87,7 +76,6 @@ class Server:
             await self.backend.stop(grace)
         finally:
             self.closing.set()
-            await self.watch.close()
 
     def model(self, name: str) -> ModelCard:
         """A model by its name or alias; the first model for an empty name.
@@ -104,48 +92,31 @@ class Server:
             )
         return found
 
-    async def accept(
-        self,
-        request: JobRequest,
-        caller: Request,
-        videos: bool | None = None,
-        key: str | None = None,
-    ) -> Job:
-        """Submit a job, or find the job of a repeated request.
+    async def accept(self, request: JobRequest, caller: Request, videos: bool | None = None) -> Job:
+        """Submit a job.
 
         Args:
             caller: the HTTP request.
             videos: the endpoint is for videos alone, for images alone, or (None) for both.
-            key: the request's ``Idempotency-Key``.
 
         Raises:
             Refused: it is not allowed.
             DitmeshError: as `Service.submit`.
         """
         owner: str = caller.state.owner
-        kept: list[str] = []
+        files: dict[str, bytes] = {}
         try:
             card = self._check(request, caller, videos)
             # The receipt, the metrics and the log use the model's real name.
-            more: dict[str, Any] = {"model": card.id, "inputs": await self._stored(request.inputs, kept)}
+            more: dict[str, Any] = {"model": card.id, "inputs": await self._read_inputs(request.inputs, files)}
             if "format" not in request.model_fields_set and (videos or card.video):
                 more["format"] = "mp4"
             request = request.model_copy(update=more)
-            repeatable = None
-            if key is not None:
-                # The digest distinguishes a repeated request from another one.
-                text = f"{caller.url.path} {request.model_dump_json()}".encode("utf-8", "surrogatepass")
-                repeatable = IdempotencyKey(key, hashlib.sha256(text).hexdigest())
-            job = None if repeatable is None else await self.backend.repeated(owner, repeatable)
-            if job is None:
-                job = await self.backend.submit(request, owner, repeatable)
-                self.watch.follow(job, owner)
+            job = await self.backend.submit(request, owner, files)
+            self.watch.accepted(job, owner)
         except DitmeshError as error:
             self.metrics.refused.labels(refusal_response(error).code).inc()
             raise
-        finally:
-            for digest in kept:
-                await self.backend.release_input(digest)
         caller.state.job = job.id
         # The answer may take minutes.
         caller.state.received()
@@ -162,9 +133,6 @@ class Server:
             message = f"model {card.id!r} makes {made}; use POST {other} or /v1/jobs"
             raise Refused(400, message, "wrong_model", "model")
         self._check_limits(request, card)
-        if wait := self.limiter.wait(caller.state.owner or (caller.client.host if caller.client else "")):
-            message = f"more than {self.settings.rate:g} jobs a minute; ask again in {wait:.0f} seconds"
-            raise Refused(429, message, headers=wait_header(wait))
         return card
 
     def _check_limits(self, request: JobRequest, card: ModelCard) -> None:
@@ -181,8 +149,8 @@ class Server:
             message = f"size {size[0]}x{size[1]} has more than this server's {most} pixels; use a smaller one"
             raise Refused(400, message, param="size")
 
-    async def _stored(self, given: Sequence[Input], kept: list[str]) -> tuple[Input, ...]:
-        """Store the images of a request, and append their digests to ``kept``; returns the job's inputs.
+    async def _read_inputs(self, given: Sequence[Input], files: dict[str, bytes]) -> tuple[Input, ...]:
+        """The inputs of a job; ``files`` gets the images that came with the request, PNGs by digest.
 
         Raises:
             Refused: one of them is no image, or a mask has another size than its image.
@@ -193,8 +161,8 @@ class Server:
             if sent.data:
                 data = from_data_url(sent.data, sent.role)
                 png, sizes[sent.role] = await self.uploads.png(data, sent.role, sent.role == "mask")
-                kept.append(await self.backend.put_input(png))
-                sent = Input(role=sent.role, digest=kept[-1], scale=sent.scale)
+                sent = Input(role=sent.role, digest=hashlib.sha256(png).hexdigest(), scale=sent.scale)
+                files[sent.digest] = png
             stored.append(sent)
         if len({sizes[role] for role in ("image", "mask") if role in sizes}) > 1:
             (width, height), (across, down) = sizes["image"], sizes["mask"]
@@ -202,9 +170,9 @@ class Server:
             raise Refused(400, message, param="mask")
         return tuple(stored)
 
-    async def client_gone(self, job: Job, owner: str, key: str | None) -> None:
-        """Cancel the job of a client that has disconnected, unless an ``Idempotency-Key`` lets the client ask again."""
-        if self.settings.cancel_on_disconnect and not self.stopping and key is None:
+    async def client_gone(self, job: Job, owner: str) -> None:
+        """Cancel the job of a client that has disconnected."""
+        if not self.stopping:
             await self.backend.cancel(job.id, owner)
 
 
@@ -249,7 +217,7 @@ async def result_file(request: Request, id: str, index: int, download: bool = Fa
     except FileNotFoundError:
         raise UnknownJob(f"the results of {id} have expired") from None
     except OSError as error:
-        raise storage_error(f"cannot read {found.path}", error) or error from None
+        raise storage_error(f"cannot read {found.path}", error) from None
     headers = {"Cache-Control": "private, max-age=86400, immutable", "Accept-Ranges": "none"}
     if download:
         headers["Content-Disposition"] = f'attachment; filename="{id}-{index}{found.path.suffix}"'

@@ -1,4 +1,4 @@
-"""API keys and rate limits."""
+"""API keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import time
-from collections import deque
 from pathlib import Path
 
 from ...core.files import written_whole
@@ -17,8 +16,6 @@ from ...errors import InputError
 # Keys are 256 random bits, too many to be tried out: one round of SHA-256 hides them as well as a slow hash would.
 PREFIX = "dm-"
 LINE = re.compile(r"(?P<hash>[0-9a-f]{64})(?:\s+(?P<name>\S.*))?")
-# Maximum clients whose latest job is remembered; beyond it the client of the oldest job is forgotten.
-MOST_CLIENTS = 10_000
 # Seconds between two checks whether the file has changed.
 RELOAD_SECONDS = 1.0
 
@@ -111,11 +108,6 @@ class Keys:
             found |= hmac.compare_digest(given.encode(), known)
         return given if found else None
 
-    def has(self, owner: str) -> bool:
-        """True if an owner's key is still in the file."""
-        self._refresh()
-        return owner.encode() in self._hashes
-
     def _look(self) -> tuple[int, int] | None:
         try:
             status = os.stat(self._file)
@@ -136,30 +128,3 @@ class Keys:
             # The file is being written or is missing: the known keys stay valid until it can be read.
             return
         self._stamp = stamp
-
-
-class Limiter:
-    """A limit of jobs in any minute per client.
-
-    Args:
-        rate: jobs a minute; 0: any number.
-    """
-
-    def __init__(self, rate: float) -> None:
-        self._rate = rate
-        self._seconds = 60.0 if rate >= 1 or not rate else 60.0 / rate
-        # By client, when its latest jobs came.
-        self._times: dict[str, deque[float]] = {}
-
-    def wait(self, who: str) -> float:
-        """Count a job, or return the seconds until there may be one."""
-        if not self._rate:
-            return 0.0
-        now = time.monotonic()
-        if len(self._times) > MOST_CLIENTS:
-            self._times = {one: times for one, times in self._times.items() if times[-1] > now - self._seconds}
-        times = self._times.setdefault(who, deque(maxlen=max(1, int(self._rate))))
-        if len(times) == times.maxlen and (wait := times[0] + self._seconds - now) > 0:
-            return wait
-        times.append(now)
-        return 0.0

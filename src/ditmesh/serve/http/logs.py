@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import sqlite3
 import time
 import traceback
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ...core.files import finite
-from ...errors import DitmeshError
 from ..errors import without_quotes
 from ..types import ENDED, Event, Job
 from .metrics import Metrics
-from .streams import ended, iterate_and_close
-
-if TYPE_CHECKING:
-    from ..service import Service
 
 LogFormat = Literal["json", "text"]
 
@@ -89,21 +83,18 @@ def log_config(form: LogFormat, level: str, prompts: bool = False) -> dict[str, 
 
 
 class JobWatch:
-    """Follows every accepted job and reports its events to log and metrics.
+    """Reports the events of jobs to log and metrics.
 
     Args:
-        backend, metrics: of the server.
+        metrics: of the server.
         log_prompts: log prompts, too.
     """
 
-    def __init__(self, backend: Service, metrics: Metrics, log_prompts: bool) -> None:
-        self._backend, self._metrics, self._log_prompts = backend, metrics, log_prompts
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+    def __init__(self, metrics: Metrics, log_prompts: bool) -> None:
+        self._metrics, self._log_prompts = metrics, log_prompts
 
-    def follow(self, job: Job, owner: str) -> None:
-        """Follow an accepted job, once."""
-        if job.id in self._tasks:
-            return
+    def accepted(self, job: Job, owner: str) -> None:
+        """Report an accepted job."""
         self._metrics.submitted.labels(job.request.model).inc()
         facts = {"job": job.id, "model": job.request.model, "images": job.request.n}
         if owner:
@@ -111,24 +102,9 @@ class JobWatch:
         if self._log_prompts:
             facts["prompt"] = job.request.prompt
         logger.info("job accepted", extra={"facts": facts})
-        task = asyncio.create_task(self._follow(job, owner), name=f"watch {job.id}")
-        self._tasks[job.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(job.id, None))
 
-    async def close(self) -> None:
-        """Stop following jobs."""
-        for task in list(self._tasks.values()):
-            await ended(task)
-
-    async def _follow(self, job: Job, owner: str) -> None:
-        try:
-            async with iterate_and_close(self._backend.events(job.id, owner)) as events:
-                async for event in events:
-                    self._tell(job, event)
-        except DitmeshError as error:
-            logger.warning("job is followed no more: %s", error, extra={"facts": {"job": job.id}})
-
-    def _tell(self, job: Job, event: Event) -> None:
+    def tell(self, job: Job, event: Event) -> None:
+        """Report an event."""
         facts: dict[str, Any] = {"job": job.id}
         seconds = max(0.0, time.time() - job.created)
         if event.event == "started" and event.data.get("attempt", 1) == 1:

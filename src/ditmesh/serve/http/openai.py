@@ -17,12 +17,12 @@ from starlette.responses import Response
 
 from ..types import ENDED, Format, Input, Job, JobImage, JobRequest, ModelCard
 from .bodies import body_schema, read_body, validated
-from .errors import ErrorDetail, Refused, described, wait_header
-from .intake import FILE, IdempotencyHeader, Server
+from .errors import OF_JOBS, ErrorDetail, Refused, wait_header
+from .intake import FILE, Server
 from .streams import EventStream, ended, event_schema, iterate_and_close, sse, wait_disconnect
 from .uploads import data_url
 
-router = APIRouter(prefix="/v1/images", tags=["images"])
+router = APIRouter(prefix="/v1/images", tags=["images"], responses=OF_JOBS)
 
 EditFile = Literal["image", "mask"]
 PictureFormat = Literal["png", "jpeg", "webp"]
@@ -131,22 +131,6 @@ class ImageData(BaseModel):
     seed: int
 
 
-class Tokens(BaseModel):
-    """Numbers of image and text tokens."""
-
-    image_tokens: int = 0
-    text_tokens: int = 0
-
-
-class Usage(BaseModel):
-    """Token usage, which OpenAI's clients expect in every stream; always 0, because tokens are not counted."""
-
-    input_tokens: int = 0
-    input_tokens_details: Tokens = Field(default_factory=Tokens)
-    output_tokens: int = 0
-    total_tokens: int = 0
-
-
 class ImagesResponse(BaseModel):
     """The images and their job."""
 
@@ -171,7 +155,6 @@ class StreamedImage(BaseModel):
     index: int
     partial_image_index: int | None = None
     seed: int | None = None
-    usage: Usage | None = None
 
 
 STREAM_EVENTS = [f"image_{kind}.{what}" for kind in ("generation", "edit") for what in ("partial_image", "completed")]
@@ -181,24 +164,17 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
         "description": "The images; with `stream` events.",
         "content": {"text/event-stream": {"schema": event_schema([*STREAM_EVENTS, "error"])}},
     },
-    **described(401, 403, 404, 409, 413, 429, 503, 507),
 }
 
 
-@router.post(
-    "/generations",
-    response_model=ImagesResponse,
-    responses=ANSWERS,
-    summary="Images from a prompt",
-    openapi_extra=body_schema(ImageRequest),
-)
-async def generations(request: Request, key: IdempotencyHeader = None) -> Response:
+@router.post("/generations", response_model=ImagesResponse, responses=ANSWERS, openapi_extra=body_schema(ImageRequest))
+async def generations(request: Request) -> Response:
     """Generate images and wait for them. If the client disconnects, its job is cancelled."""
     server: Server = request.app.state.server
     body = await read_body(request, ImageRequest)
     body.check(server.settings.aliases)
-    job = await server.accept(body.with_previews(server.model(body.model)), request, videos=False, key=key)
-    return await _answered(server, request, body, job, "image_generation", key)
+    job = await server.accept(body.with_previews(server.model(body.model)), request, videos=False)
+    return await _answered(server, request, body, job, "image_generation")
 
 
 def _edit_form() -> dict[str, Any]:
@@ -212,14 +188,8 @@ def _edit_form() -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
-@router.post(
-    "/edits",
-    response_model=ImagesResponse,
-    responses=ANSWERS,
-    summary="Images from a prompt and an image",
-    openapi_extra=_edit_form(),
-)
-async def edits(request: Request, key: IdempotencyHeader = None) -> Response:
+@router.post("/edits", response_model=ImagesResponse, responses=ANSWERS, openapi_extra=_edit_form())
+async def edits(request: Request) -> Response:
     """Generate an image again, wholly or where a mask says: white, or (as OpenAI has it) transparent throughout."""
     server: Server = request.app.state.server
     async with request.form(max_files=4, max_fields=64, max_part_size=server.settings.max_body) as form:
@@ -229,8 +199,8 @@ async def edits(request: Request, key: IdempotencyHeader = None) -> Response:
     if "image" not in files:
         raise Refused(400, "image: an edit needs an image; send it as the file `image`", param="image")
     asked = body.model_copy(update={"inputs": tuple(inputs)}).with_previews(server.model(body.model))
-    job = await server.accept(asked, request, videos=False, key=key)
-    return await _answered(server, request, body, job, "image_edit", key)
+    job = await server.accept(asked, request, videos=False)
+    return await _answered(server, request, body, job, "image_edit")
 
 
 def _parts(form: FormData) -> tuple[EditRequest, dict[EditFile, UploadFile]]:
@@ -253,17 +223,15 @@ def _parts(form: FormData) -> tuple[EditRequest, dict[EditFile, UploadFile]]:
 # --- answers
 
 
-async def _answered(
-    server: Server, request: Request, body: ImageRequest, job: Job, kind: str, key: str | None
-) -> Response:
+async def _answered(server: Server, request: Request, body: ImageRequest, job: Job, kind: str) -> Response:
     """The answer to a request with an accepted job; names of its events begin with ``kind``."""
     owner: str = request.state.owner
     if body.stream:
-        source = _events(server, job, owner, kind, body.partial_images, key)
+        source = _events(server, job, owner, kind, body.partial_images)
         return EventStream(source, server.settings.keep_alive, server.closing)
-    done = await _ended(server, request, job, owner, key)
+    done = await _ended(server, request, job, owner)
     if done is None:
-        await server.client_gone(job, owner, key)
+        await server.client_gone(job, owner)
         # The client has gone.
         return Response(status_code=499)
     if (refused := _failure(done)) is not None:
@@ -287,10 +255,10 @@ async def _answered(
     return Response(await asyncio.to_thread(answer.model_dump_json, exclude_none=True), media_type="application/json")
 
 
-async def _ended(server: Server, request: Request, job: Job, owner: str, key: str | None) -> Job | None:
+async def _ended(server: Server, request: Request, job: Job, owner: str) -> Job | None:
     """The job after it has ended; None: the client has disconnected."""
     tasks = {
-        "end": asyncio.ensure_future(_last(server, job, owner, key)),
+        "end": asyncio.ensure_future(_last(server, job, owner)),
         "gone": asyncio.ensure_future(wait_disconnect(request.receive)),
         "closing": asyncio.ensure_future(server.closing.wait()),
     }
@@ -300,34 +268,32 @@ async def _ended(server: Server, request: Request, job: Job, owner: str, key: st
             return tasks["end"].result()
     except asyncio.CancelledError:
         # The server may report a disconnected client in this way.
-        await asyncio.shield(asyncio.ensure_future(server.client_gone(job, owner, key)))
+        await asyncio.shield(asyncio.ensure_future(server.client_gone(job, owner)))
         raise
     finally:
         for task in tasks.values():
             await ended(task)
     if tasks["gone"].cancelled():
-        raise _stops(server, job, key)
+        raise _stops(server, job)
     return None
 
 
-async def _last(server: Server, job: Job, owner: str, key: str | None) -> Job:
+async def _last(server: Server, job: Job, owner: str) -> Job:
     """The job according to its last event."""
     async with iterate_and_close(server.backend.events(job.id, owner)) as events:
         async for event in events:
             if event.event in ENDED:
                 return Job.model_validate(event.data)
-    raise _stops(server, job, key)
+    raise _stops(server, job)
 
 
-def _stops(server: Server, job: Job, key: str | None) -> Refused:
-    headers = wait_header(server.settings.retry_after)
-    if key is None:
-        # A client that retries would generate the same image twice.
-        headers["x-should-retry"] = "false"
+def _stops(server: Server, job: Job) -> Refused:
+    # A client that retries would generate the same image twice.
+    headers = {**wait_header(server.settings.retry_after), "x-should-retry": "false"}
     return Refused(503, f"the server is stopping; it continues {job.id} after its next start", headers=headers)
 
 
-async def _events(server: Server, job: Job, owner: str, kind: str, partial: int, key: str | None) -> AsyncIterator[str]:
+async def _events(server: Server, job: Job, owner: str, kind: str, partial: int) -> AsyncIterator[str]:
     """The events of a stream: for each image at most ``partial`` previews, then the image."""
     over, seen = False, dict.fromkeys(range(job.request.n), 0)
     try:
@@ -356,7 +322,6 @@ async def _events(server: Server, job: Job, owner: str, kind: str, partial: int,
                         size=_size(image) or "auto",
                         index=image.index,
                         seed=image.seed,
-                        usage=Usage(),
                     )
                     yield sse(done.model_dump(exclude_none=True), done.type)
                 elif event.event in ENDED:
@@ -364,11 +329,11 @@ async def _events(server: Server, job: Job, owner: str, kind: str, partial: int,
                     if (refused := _failure(Job.model_validate(event.data))) is not None:
                         yield _error(refused)
         if not over:
-            yield _error(_stops(server, job, key))
+            yield _error(_stops(server, job))
     finally:
         # The client has disconnected, or the server stops; the job has been cancelled or kept accordingly.
         if not over:
-            await server.client_gone(job, owner, key)
+            await server.client_gone(job, owner)
 
 
 def _error(refused: Refused) -> str:

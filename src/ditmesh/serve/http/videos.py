@@ -13,14 +13,14 @@ from starlette.responses import Response
 from ...generate.video import FPS
 from ..types import ENDED, Input, Job, JobError, JobRequest, ModelCard
 from .bodies import body_schema, read_body, validated
-from .errors import Refused, described
-from .intake import FILE, IdempotencyHeader, JobId, Server, file_response, logged_job_id, result_file
+from .errors import OF_JOBS, Refused
+from .intake import FILE, JobId, Server, file_response, logged_job_id, result_file
 from .uploads import data_url
 
-router = APIRouter(prefix="/v1/videos", tags=["videos"])
+router = APIRouter(prefix="/v1/videos", tags=["videos"], responses=OF_JOBS)
 
-# Maximum seconds of a video, and number of jobs searched for a list.
-LONGEST, MOST = 600.0, 1000
+# Maximum seconds of a video.
+LONGEST = 600.0
 VIDEO_STATUSES: dict[str, Literal["queued", "in_progress", "completed", "failed"]] = {
     "queued": "queued",
     "running": "in_progress",
@@ -64,16 +64,6 @@ class Video(BaseModel):
     error: dict[str, str] | None = None
 
 
-class VideoList(BaseModel):
-    """A list of video jobs."""
-
-    object: Literal["list"] = "list"
-    data: list[Video]
-    has_more: bool
-    first_id: str | None = None
-    last_id: str | None = None
-
-
 def _video_form() -> dict[str, Any]:
     """The form of OpenAI's clients."""
     schema = VideoRequest.model_json_schema()
@@ -82,14 +72,8 @@ def _video_form() -> dict[str, Any]:
     return {**schema, "properties": fields | {"input_reference": FILE}}
 
 
-@router.post(
-    "",
-    status_code=202,
-    responses=described(401, 403, 404, 409, 413, 429, 503, 507),
-    summary="Submit a job of videos",
-    openapi_extra=body_schema(VideoRequest, _video_form()),
-)
-async def post_video(request: Request, key: IdempotencyHeader = None) -> Video:
+@router.post("", status_code=202, openapi_extra=body_schema(VideoRequest, _video_form()))
+async def post_video(request: Request) -> Video:
     """Submit a job of a video model, and return immediately."""
     server: Server = request.app.state.server
     body = await _body(request)
@@ -100,7 +84,7 @@ async def post_video(request: Request, key: IdempotencyHeader = None) -> Video:
         fps, multiple = body.fps or card.fps or FPS, card.frame_multiple
         frames = 1 + max(1, round(body.seconds * fps / multiple)) * multiple
         body = body.model_copy(update={"frames": frames, "fps": fps})
-    return _video(await server.accept(body, request, True, key), card)
+    return _video(await server.accept(body, request, True), card)
 
 
 async def _body(request: Request) -> VideoRequest:
@@ -120,28 +104,7 @@ async def _body(request: Request) -> VideoRequest:
     return await read_body(request, VideoRequest)
 
 
-@router.get("", responses=described(401), summary="Videos")
-async def get_videos(
-    request: Request,
-    after: Annotated[str | None, Query(max_length=64, description="Id of the last one of the page before")] = None,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
-) -> VideoList:
-    """List the video jobs among the latest 1000 jobs of this key, the newest first or last."""
-    server: Server = request.app.state.server
-    cards = {card.id: card for card in server.backend.models() if card.video}
-    jobs = [job for job in await server.backend.jobs(request.state.owner, MOST) if job.request.model in cards]
-    if order == "asc":
-        jobs.reverse()
-    if after is not None:
-        place = next((place for place, job in enumerate(jobs) if job.id == after), len(jobs))
-        jobs = jobs[place + 1 :]
-    found = [_video(job, cards[job.request.model]) for job in jobs[:limit]]
-    ids = [one.id for one in found] or [None]
-    return VideoList(data=found, has_more=len(jobs) > limit, first_id=ids[0], last_id=ids[-1])
-
-
-@router.get("/{id}", responses=described(401, 404), summary="A video")
+@router.get("/{id}")
 async def get_video(request: Request, id: JobId) -> Video:
     """The current state of a video job."""
     server: Server = request.app.state.server
@@ -149,7 +112,7 @@ async def get_video(request: Request, id: JobId) -> Video:
     return _video(job, server.model(job.request.model))
 
 
-@router.delete("/{id}", responses=described(401, 403, 404), summary="Cancel a video")
+@router.delete("/{id}")
 async def delete_video(request: Request, id: JobId) -> dict[str, Any]:
     """Cancel a video job at the next step. The file of a finished job is deleted only when it expires."""
     server: Server = request.app.state.server
@@ -160,12 +123,7 @@ async def delete_video(request: Request, id: JobId) -> dict[str, Any]:
     return {"id": id, "object": "video.deleted", "deleted": True}
 
 
-@router.get(
-    "/{id}/content",
-    response_class=Response,
-    responses={**described(401, 404), **file_response("video/mp4")},
-    summary="A video's file",
-)
+@router.get("/{id}/content", response_class=Response, responses=file_response("video/mp4"))
 async def get_content(
     request: Request,
     id: JobId,

@@ -19,31 +19,25 @@ from ..worker.protocol import (
     Beat,
     Cancelled,
     Finished,
-    Load,
     ModelFailed,
     ModelReady,
     Preview,
     Start,
-    TaskBegan,
     TaskFailed,
     TaskStepped,
 )
 from ..worker.replicas import MakeRanks, RanksDown, RanksUp, Replica, ReplicaReport
 from .jobs import JobState, JobStore
-from .queue import NextJob
 
 logger = logging.getLogger(__name__)
 
-# Seconds for which a replica keeps its models before it unloads one for a job that needs another model.
-SWITCH = 2.0
-# Attempts to load a model before its jobs fail; to start ranks before jobs that could go elsewhere do not wait for
-# them; and before all jobs fail, or the server ends if none has ever served.
-LOADS, STARTS, MOST_STARTS = 2, 3, 6
+# How often ranks may fail one after the other before they are given up.
+MOST_STARTS = 6
 
 # Why an image begins again whose ranks have been told to stop.
 STOPPING = "the server is stopping"
 
-TaskReport = TaskBegan | TaskStepped | Preview | Finished | TaskFailed | Cancelled
+TaskReport = TaskStepped | Preview | Finished | TaskFailed | Cancelled
 
 
 @dataclass(eq=False)
@@ -51,25 +45,18 @@ class ReplicaSlot:
     """The dispatcher's record of a replica.
 
     Attributes:
-        up: it takes commands.
-        models: names of those loaded.
-        loading: the model that it was told to load; asked: when, on the monotonic clock.
+        up: its models are loaded, and it takes commands.
+        began: when its ranks were started, on the monotonic clock.
         running: its tasks, by id: jobs and numbers of images.
-        exclusive_job: the job that has it for itself, since ranks have failed under it.
-        reserved: no task is given to it until it has none: then such a job gets it.
-        failures: how often its ranks have failed since they last loaded a model.
+        failures: how often its ranks have failed since they were last up.
         final: they are not started again.
     """
 
     replica: Replica
     state: ReplicaState
     up: bool = False
-    models: set[str] = field(default_factory=set)
-    loading: str = ""
-    asked: float = 0.0
+    began: float = 0.0
     running: dict[str, tuple[JobState, int]] = field(default_factory=dict)
-    exclusive_job: str = ""
-    reserved: bool = False
     failures: int = 0
     final: bool = False
 
@@ -79,9 +66,10 @@ class ReplicaSlot:
         return self.final or self.failures >= MOST_STARTS
 
     @property
-    def idle(self) -> bool:
-        """True if the replica could begin a task immediately."""
-        return self.up and not self.running and not self.loading
+    def exclusive_job(self) -> str | None:
+        """The id of a job under which ranks have failed, if it has the replica for itself."""
+        jobs = {live for live, _ in self.running.values()}
+        return next((live.id for live in jobs if len(jobs) == 1 and live.job.attempt > 1), None)
 
 
 class Dispatcher:
@@ -101,15 +89,15 @@ class Dispatcher:
     ) -> None:
         """Prepare a replica for each of ``launchers``; for the other arguments see `Service`."""
         self._jobs, self._models = jobs, models
-        self._most_loaded, self._most_running = settings.max_loaded, settings.max_batch
+        self._most_running = settings.max_batch
         self.slots = []
         for number, make in enumerate(launchers):
             name = f"replica-{number}"
-            replica = Replica(name, make, self._receive, settings, function)
+            specs = [model.spec for model in models.values()]
+            replica = Replica(name, make, self._receive, specs, settings, function)
             self.slots.append(ReplicaSlot(replica, ReplicaState(name=name, state="starting")))
         self._slot_of = {slot.replica: slot for slot in self.slots}
-        # Failed loads by model; whether any model has been loaded.
-        self._failed_loads: dict[str, int] = {}
+        # Whether any replica has been up.
         self._served = self._draining = False
         self._gave_up, self._reason = asyncio.Event(), ""
 
@@ -126,11 +114,12 @@ class Dispatcher:
         """Begin no more tasks, wait ``grace`` seconds for the running ones, and end the replicas."""
         self._draining = True
         limit = time.monotonic() + grace
-        while time.monotonic() < limit and (self._jobs.has_unwritten or any(slot.running for slot in self.slots)):
+        while time.monotonic() < limit and (self._jobs.write_error or any(slot.running for slot in self.slots)):
             await asyncio.sleep(0.05)
         for slot in self.slots:
             slot.replica.stop()
         await asyncio.gather(*(asyncio.to_thread(slot.replica.join) for slot in self.slots))
+        self._jobs.stop_waiting()
         # After all their reports.
         self._loop.call_soon(self._inbox.put_nowait, None)
         await self._listener
@@ -142,17 +131,8 @@ class Dispatcher:
         await self._gave_up.wait()
         return self._reason
 
-    @property
-    def failure_reason(self) -> str:
-        """The reason why waiting jobs will never run, a clause; empty: they will, or they wait for another server."""
-        if self._gave_up.is_set() or not all(slot.gave_up for slot in self.slots):
-            return ""
-        slot = min(self.slots, key=lambda one: one.final)
-        often = "" if slot.final else f" {slot.failures} times in a row"
-        return f"the ranks of {slot.state.name} have failed{often}: {slot.state.message}"
-
     def _give_up(self, reason: str) -> None:
-        self._reason = f"{reason}; the jobs stay in the queue"
+        self._reason = self._reason or f"{reason}; the jobs stay in the queue"
         self._gave_up.set()
 
     # ---- to replicas
@@ -165,7 +145,7 @@ class Dispatcher:
                 async with self._jobs.change:
                     open_slots = [] if self._draining else list(self.slots)
                     # One task at a time, to the replica with the fewest.
-                    while open_slots and not self._jobs.has_unwritten:
+                    while open_slots:
                         slot = min(open_slots, key=lambda one: len(one.running))
                         if not await self._assign_next(slot):
                             open_slots.remove(slot)
@@ -177,23 +157,13 @@ class Dispatcher:
 
     async def _assign_next(self, slot: ReplicaSlot) -> bool:
         """Assign a replica its next task if there is one; whether it got one."""
-        if not slot.up or slot.loading or len(slot.running) >= self._most_running:
+        if not slot.up or len(slot.running) >= self._most_running:
             return False
-        head = await self._jobs.on_disk(self._choose(slot))
-        # Another replica may have taken the job for which this one was reserved.
-        slot.reserved = slot.reserved and head is not None and head.again
-        if head is None or (slot.reserved and slot.running):
-            return False
-        if head.again:
-            if not (slot.idle or slot.exclusive_job == head.id):
-                slot.reserved = True
-                return False
-            slot.exclusive_job = head.id
-        slot.reserved = False
-        if head.model not in slot.models:
-            # The model to be unloaded must be idle.
-            if len(slot.models) < self._most_loaded or not slot.running:
-                self._load(slot, head.model)
+        exclusive = slot.exclusive_job
+        head = await self._jobs.on_disk(self._jobs.queue.head, exclusive)
+        # A job under which ranks have failed begins where nothing else runs: nothing is begun before it, so that some
+        # replica soon runs nothing.
+        if head is None or (head.again and slot.running and exclusive is None):
             return False
         picture = await self._jobs.on_disk(self._jobs.queue.begin, head.id)
         if picture is None:
@@ -201,39 +171,11 @@ class Dispatcher:
         self._start(slot, self._jobs.live_jobs[head.id], picture)
         return True
 
-    def _choose(self, slot: ReplicaSlot) -> Callable[[], NextJob | None]:
-        """A function that finds a replica's next job; it runs on the disk's thread."""
-        queue = self._jobs.queue
-        if slot.exclusive_job and slot.running:
-            return partial(queue.head, job=slot.exclusive_job)
-        slot.exclusive_job = ""
-        others = [one for one in self.slots if one is not slot]
-        # A job that needs a replica to itself need not wait for this one if others are free or almost free.
-        elsewhere = any(one.idle or one.reserved or (not one.up and 0 < one.failures < STARTS) for one in others)
-        again = slot.idle or not elsewhere
-        models = set(slot.models)
-        there = {name for one in others for name in (*one.models, one.loading)}
-
-        def choose() -> NextJob | None:
-            head = queue.head(self._models.keys(), again=again)
-            if head is None or head.model in models:
-                return head
-            own = queue.head(models, again=again)
-            waits = head.model in there or time.time() - head.since < SWITCH
-            return own if own is not None and waits else head
-
-        return choose
-
-    def _load(self, slot: ReplicaSlot, name: str) -> None:
-        slot.loading, slot.asked = name, time.monotonic()
-        slot.replica.send(Load(self._models[name].spec, self._most_loaded))
-
     def _start(self, slot: ReplicaSlot, live: JobState, picture: int) -> None:
         self._jobs.begin(live, picture, slot.replica)
         task, request = live.task(picture), live.job.request
         slot.running[task] = (live, picture)
-        paths = {one.digest: self._jobs.results.input(one.digest) for one in request.inputs}
-        files = {digest: str(path) for digest, path in paths.items() if path is not None}
+        files = {one.digest: str(self._jobs.results.path(live.id, f"{one.digest}.png")[0]) for one in request.inputs}
         slot.replica.send(Start(task, request, picture, files))
 
     # ---- from replicas
@@ -255,7 +197,7 @@ class Dispatcher:
                         await self._apply_task_report(slot, *slot.running[said.id], said)
             except Exception:
                 logger.exception("a message of %s could not be handled", slot.replica.name)
-            if not isinstance(said, (Beat, TaskBegan, TaskStepped, Preview)):
+            if not isinstance(said, (Beat, TaskStepped, Preview)):
                 self._jobs.wake.set()
 
     async def _apply_rank_report(
@@ -263,32 +205,32 @@ class Dispatcher:
     ) -> None:
         state = slot.state
         if isinstance(said, RanksUp):
-            slot.up = True
-            await self._load_first(slot)
+            slot.began = time.monotonic()
         elif isinstance(said, RanksDown):
             await self._down(slot, said)
         elif isinstance(said, ModelReady):
-            slot.loading, slot.failures, self._served = "", 0, True
-            self._failed_loads.pop(said.name, None)
-            slot.models = (slot.models | {said.name}) - set(said.unloaded)
-            self._models[said.name].loaded(said.card)
-            for lora, note in said.card.get("lora_notes", {}).items():
-                logger.warning("LoRA %s fits %s in part: %s", lora, said.name, note)
-            state.state, state.models = "ready", sorted(slot.models)
-            state.mesh, state.strategy = dict(said.mesh), said.strategy
-            facts = {"model": said.name, "configuration": said.strategy, "replica": state.name}
-            logger.info("model ready", extra={"facts": facts | {"seconds": round(time.monotonic() - slot.asked, 1)}})
+            self._model_ready(slot, said)
         elif isinstance(said, ModelFailed):
-            slot.loading, slot.models = "", slot.models - set(said.unloaded)
-            state.message, state.models = said.message, sorted(slot.models)
-            await self._load_failed(said.name, JobError(code="internal", message=said.message), LOADS)
-            if not slot.models:
-                # The server is ready when any of its models is loaded.
-                await self._load_first(slot)
+            reason = f"model {said.name} could not be loaded: {said.message}"
+            logger.error("%s", reason)
+            if not self._served:
+                self._give_up(reason)
         else:
             state.ranks, state.bytes = list(said.ranks), dict(said.bytes)
             state.batch, state.calls, state.rows = said.batch, said.calls, said.rows
             state.synchronous_steps, state.drift = said.synchronous_steps, said.drift
+
+    def _model_ready(self, slot: ReplicaSlot, said: ModelReady) -> None:
+        state = slot.state
+        self._models[said.name].loaded(said.card)
+        for lora, note in said.card.get("lora_notes", {}).items():
+            logger.warning("LoRA %s fits %s in part: %s", lora, said.name, note)
+        state.models = sorted({*state.models, said.name})
+        state.mesh, state.strategy = dict(said.mesh), said.strategy
+        facts = {"model": said.name, "configuration": said.strategy, "replica": state.name}
+        logger.info("model ready", extra={"facts": facts | {"seconds": round(time.monotonic() - slot.began, 1)}})
+        if len(state.models) == len(self._models):
+            slot.up, slot.failures, self._served, state.state = True, 0, True, "ready"
 
     async def _apply_task_report(self, slot: ReplicaSlot, live: JobState, picture: int, said: TaskReport) -> None:
         if isinstance(said, (Finished, TaskFailed, Cancelled)):
@@ -296,26 +238,16 @@ class Dispatcher:
             del live.tasks[picture]
         if live.ended:
             return
-        if isinstance(said, TaskBegan):
-            live.steps = said.steps or live.steps
-        elif isinstance(said, TaskStepped):
+        if isinstance(said, TaskStepped):
             live.steps = said.steps
             self._jobs.stepped(live, picture, said.step, said.batch)
         elif isinstance(said, Preview):
             shown = {"image": picture, "step": said.step, "width": said.width, "height": said.height}
-            live.log.publish("preview", {**shown, "b64_json": base64.b64encode(said.jpeg).decode()})
+            self._jobs.publish(live, "preview", {**shown, "b64_json": base64.b64encode(said.jpeg).decode()})
         elif isinstance(said, Finished):
             await self._finished(live, picture, said)
         elif isinstance(said, TaskFailed):
-            company = any(one is not live for one, _ in slot.running.values())
-            if said.code == "out_of_memory" and company and live.job.attempt == 1:
-                # The memory may be enough for the task alone.
-                await self._restart(live, [picture], said.message)
-            else:
-                await self._fail(live, JobError(code=said.code, message=said.message))
-        else:
-            # The ranks were not told to.
-            await self._restart(live, [picture], "the ranks have given it back", counts=False)
+            await self._fail(live, JobError(code=said.code, message=said.message))
 
     async def _finished(self, live: JobState, picture: int, said: Finished) -> None:
         """Handle a finished image: write its file, then record it."""
@@ -331,59 +263,44 @@ class Dispatcher:
         queue, results = self._jobs.queue, self._jobs.results
 
         def change() -> Job | None:
-            file = results.write(live.id, picture, said.data)
+            file = results.write(live.id, f"{picture}.{live.job.request.format}", said.data)
             job = queue.finish(live.id, picture, file, image)
             if job is None:
                 results.remove(live.id, file)
             return job
 
-        def then(job: Job | None) -> None:
-            if job is not None and not live.ended:
-                live.job = job
-                live.log.publish("image", image.model_dump(mode="json"))
-                if live.ended:
-                    self._jobs.end(live, job)
-
-        await self._jobs.write(live, change, then)
+        job = await self._jobs.write(live, change)
+        if job is not None:
+            live.job = job
+            self._jobs.publish(live, "image", image.model_dump(mode="json"))
+            if live.ended:
+                self._jobs.end(live, job)
 
     async def _fail(self, live: JobState, error: JobError) -> None:
-        await self._jobs.write(live, partial(self._jobs.queue.fail, live.id, error), partial(self._jobs.end, live))
+        self._jobs.end(live, await self._jobs.write(live, partial(self._jobs.queue.fail, live.id, error)))
 
     async def _restart(self, live: JobState, pictures: Collection[int], why: str, counts: bool = True) -> None:
         """Put images back into the queue; ``counts``: as another attempt of their job."""
-
-        def then(job: Job | None) -> None:
-            if job is not None:
-                live.job = job
-                for picture in pictures:
-                    live.progress.pop(picture, None)
-                live.log.publish("restarted", {"attempt": job.attempt, "reason": why})
-
-        await self._jobs.write(live, partial(self._jobs.queue.interrupt, live.id, pictures, counts), then)
+        job = await self._jobs.write(live, partial(self._jobs.queue.interrupt, live.id, pictures, counts))
+        if job is not None:
+            live.job = job
+            for picture in pictures:
+                live.progress.pop(picture, None)
+            self._jobs.publish(live, "restarted", {"attempt": job.attempt, "reason": why})
 
     # ---- ranks that come and go
 
-    async def _load_first(self, slot: ReplicaSlot) -> None:
-        """Load the requested model, or the first, unless it has failed."""
-        head = await self._jobs.on_disk(self._jobs.queue.head, self._models.keys())
-        names = [*self._models] if head is None else [head.model, *self._models]
-        name = next((one for one in names if self._failed_loads.get(one, 0) < LOADS), None)
-        if name is not None:
-            self._load(slot, name)
-
     async def _down(self, slot: ReplicaSlot, said: RanksDown) -> None:
         """Handle the end of ranks: their tasks begin again, or fail if the ranks ended while running only them."""
-        tasks, loading = list(slot.running.values()), slot.loading
+        tasks = list(slot.running.values())
         # All clients are told, and the log.
         said = replace(said, why=_unquoted(said.why, [live for live, _ in tasks]))
-        slot.up, slot.loading, slot.exclusive_job, slot.reserved = False, "", "", False
-        slot.running, slot.models = {}, set()
+        slot.up, slot.running, slot.final = False, {}, said.final
         state = slot.state
-        state.state = "stopped" if said.final else "restarting"
+        slot.failures += bool(said.why)
+        state.state = "stopped" if slot.gave_up else "restarting"
         state.message, state.models, state.batch, state.ranks = said.why, [], 0, []
-        slot.final = said.final
         if said.why:
-            slot.failures += 1
             state.restarts += not said.final
             logger.error("%s: %s", state.name, said.why, extra={"facts": {"replica": state.name}})
         lost: dict[JobState, list[int]] = {}
@@ -392,38 +309,15 @@ class Dispatcher:
             if not live.ended:
                 lost.setdefault(live, []).append(picture)
         for live, pictures in lost.items():
-            # Another task, or a model that was being loaded, may be the cause.
-            if live.job.attempt > 1 and len(lost) == 1 and said.why and not loading:
+            # Another task may be the cause.
+            if live.job.attempt > 1 and len(lost) == 1 and said.why:
                 why = f"{said.why}; it was the second time for this job"
                 await self._fail(live, JobError(code=said.code, message=why))
             else:
-                await self._restart(live, pictures, said.why or STOPPING, counts=bool(said.why) and not loading)
-        if loading and said.why:
-            await self._load_failed(loading, JobError(code=said.code, message=said.why), 1)
-        if said.why and (why := self.failure_reason):
-            # No ranks start: waiting jobs stay for a later server, unless this one has served.
-            if not self._served or all(slot.final for slot in self.slots):
-                self._give_up(why)
-            else:
-                await self._fail_waiting(JobError(code=said.code, message=why))
-
-    async def _fail_waiting(self, error: JobError, model: str | None = None) -> None:
-        """Fail waiting jobs: all, or those of a model that do not run anywhere."""
-        for live in list(self._jobs.live_jobs.values()):
-            if not live.ended and (model is None or (live.model == model and not live.tasks)):
-                await self._fail(live, error)
-
-    async def _load_failed(self, name: str, error: JobError, attempts: int) -> None:
-        """Handle a failed load: after `LOADS` attempts the jobs that wait for the model fail."""
-        self._failed_loads[name] = self._failed_loads.get(name, 0) + attempts
-        if self._failed_loads[name] < LOADS or any(name in slot.models for slot in self.slots):
-            return
-        error = JobError(code=error.code, message=f"model {name} could not be loaded: {error.message}")
-        logger.error("%s", error.message)
-        if not self._served and all(self._failed_loads.get(one, 0) >= LOADS for one in self._models):
-            self._give_up(error.message)
-        else:
-            await self._fail_waiting(error, name)
+                await self._restart(live, pictures, said.why or STOPPING, counts=bool(said.why))
+        if said.why and all(slot.gave_up for slot in self.slots):
+            often = "" if slot.final else f" {slot.failures} times in a row"
+            self._give_up(f"the ranks of {state.name} have failed{often}: {said.why}")
 
 
 def _unquoted(why: str, lives: Sequence[JobState]) -> str:

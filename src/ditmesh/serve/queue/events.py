@@ -33,15 +33,16 @@ class EventLog:
         self._next = first
         self._more = asyncio.Event()
 
-    def publish(self, name: EventName, data: dict[str, Any]) -> None:
-        """Add an event; an event with the name of a final status is the last."""
+    def publish(self, name: EventName, data: dict[str, Any]) -> Event | None:
+        """Add an event, and return it; one with the name of a final status is the last, after which there is none."""
         if self.ended:
-            return
+            return None
         if name == "preview":
             old = (one for one in self.events if one.event == name and one.data["image"] == data["image"])
             if (last := next(old, None)) is not None:
                 self.events.remove(last)
-        self.events.append(Event(id=self._next, event=name, data=data))
+        event = Event(id=self._next, event=name, data=data)
+        self.events.append(event)
         self._next += 1
         if len(self.events) > MAX_EVENTS:
             past = [one for one in self.events if one.event in SUPERSEDED_EVENTS][: MAX_EVENTS // 4]
@@ -51,6 +52,7 @@ class EventLog:
             self.events = [one for one in self.events if one.event != "preview"]
             self.close()
         self._wake()
+        return event
 
     def close(self) -> None:
         """End all readers."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
 import logging
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ...errors import InputError
-from ..errors import AWAY, IdempotencyKey, ResultFile, Stopping, StorageError, UnknownJob
+from ..errors import AWAY, ResultFile, Stopping, StorageError, UnknownJob
 from ..offers import ServedModel
 from ..settings import ServiceSettings
 from ..types import ENDED, Event, EventName, Job, JobError, JobRequest, Status
@@ -29,10 +29,10 @@ from .results import ResultFiles
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Seconds between attempts to write waiting changes (and to report queue positions), and between clean-ups.
-LOOK, SWEEP = 0.5, 60.0
-# Maximum number of ended jobs with events in memory, and of ended jobs without results on disk.
-ENDED_KEPT, WITHOUT_RESULTS = 128, 10_000
+# Seconds between attempts to write a change, between reports of queue positions, and between clean-ups.
+RETRY, LOOK, SWEEP = 0.5, 0.5, 60.0
+# Maximum number of ended jobs with events in memory.
+ENDED_KEPT = 128
 # Event numbers per run of the server: a client of an earlier run gets all events of this run.
 RUN = 2**32
 # Weight of the latest step in the mean of step times.
@@ -88,10 +88,9 @@ class JobStore:
     """All jobs that have not ended, and the latest ended ones.
 
     Every change that has to survive is written by one thread before a client is told of it, and changes happen one
-    after the other, under ``change``. While the folder cannot be written (a full disk, a locked database), those that
-    cannot be put off fail with `StorageError`; those that ranks have caused (an image is done, a job has failed) wait
-    in memory, in order, and are written as soon as that works. A damaged database will never take them: their jobs
-    fail.
+    after the other, under ``change``. While the folder cannot be written (a full disk, a locked database), what clients
+    ask for fails with `StorageError`; what ranks have caused (an image is done, a job has failed) is tried again until
+    it is written. A damaged database will never take it: its job fails.
 
     ``owner`` is the hash of a client's API key, or empty. Calls may overlap.
 
@@ -99,6 +98,8 @@ class JobStore:
         change: the lock of changes, and of reads for a change.
         wake: set when there may be something to do for replicas.
         live_jobs: jobs in memory, by id.
+        write_error: why the folder cannot be written now; None: it can.
+        on_event: is told of every event of a job; None: nobody is.
     """
 
     def __init__(self, served: Mapping[str, ServedModel], folder: str | Path, settings: ServiceSettings) -> None:
@@ -108,18 +109,15 @@ class JobStore:
         # Seconds per step, by model.
         self._pace: dict[str, float] = {}
         self._places: dict[str, int] = {}
-        # By digest of an input image: requests that are neither accepted nor rejected yet.
-        self._pending_inputs: Counter[str] = Counter()
-        # Changes that are not on disk yet, in order, and the function to call after each.
-        self._unwritten: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
-        # The error of the first of them.
-        self._write_error = StorageError("nothing is unwritten")
+        self.write_error: StorageError | None = None
+        self.on_event: Callable[[Job, Event], None] | None = None
         self._background: set[asyncio.Future[Any]] = set()
-        self._closed = False
+        self._closed = self._stops = False
 
     async def open(self) -> None:
         """Open the folder, and resume the jobs of an earlier run. Raises `ConfigError`, `StorageError`."""
-        self._disk, self._closed = ThreadPoolExecutor(1, "ditmesh-disk"), False
+        self._disk = ThreadPoolExecutor(1, "ditmesh-disk")
+        self._closed = self._stops = False
         try:
             self.queue = await self.on_disk(Queue, self._folder, self._settings)
             try:
@@ -132,16 +130,8 @@ class JobStore:
         except BaseException:
             self._disk.shutdown(wait=False)
             raise
-        if self.queue.aside is not None:
-            logger.error("the queue could not be read and was moved to %s; a new one begins", self.queue.aside)
         self.change, self.wake = asyncio.Lock(), asyncio.Event()
         self.wake.set()
-        if unread := self.queue.unread:
-            logger.error(
-                "%d jobs of the queue cannot be read by this version and have failed, the first of them %s; their rows "
-                "are kept until they expire",
-                *(len(unread), unread[0]),
-            )
         for job, owner in live:
             self._add_live(job, owner)
         await self._fail_without_model()
@@ -178,34 +168,50 @@ class JobStore:
     # ---- what becomes of jobs
 
     async def accept(
-        self, id: str, request: JobRequest, owner: str, work: float, key: IdempotencyKey | None = None
+        self,
+        id: str,
+        request: JobRequest,
+        owner: str,
+        work: float,
+        files: Mapping[str, bytes],
     ) -> Job:
-        """Accept a new job; it is on disk when this returns. A repeated request returns its job.
+        """Accept a new job; it is on disk when this returns.
+
+        Args:
+            work: of one image.
+            files: the input images that came with the request, by digest.
 
         Raises:
-            InputError, QueueFull, StorageError, KeyReused: as `Queue.submit`.
+            InputError, QueueFull, StorageError: as `Queue.submit`.
         """
+        if self.write_error is not None:
+            raise self.write_error
         async with self.change:
-            if self._unwritten:
-                raise self._write_error
-            job = await self.on_disk(self._submit, id, request, owner, work, key)
-            if job.id != id:
-                return self._seen(job)
+            job = await self.on_disk(self._submit, id, request, owner, work, files)
             live = self._add_live(job, owner)
             await self._update_places()
             live.position = self._places.get(id, 0)
-            live.log.publish("queued", {"position": live.position})
+            self.publish(live, "queued", {"position": live.position})
         self.wake.set()
         return self.view(live)
 
-    def _submit(self, id: str, request: JobRequest, owner: str, work: float, key: IdempotencyKey | None) -> Job:
+    def _submit(self, id: str, request: JobRequest, owner: str, work: float, files: Mapping[str, bytes]) -> Job:
         self.results.check_space()
-        for one in request.inputs:
-            # Of other owners' images a digest is not enough; those that are being sent are in no job yet.
-            own = self._pending_inputs[one.digest] > 0 or not owner or self.queue.needs(one.digest, owner)
-            if not own or self.results.input(one.digest) is None:
-                raise InputError(f"input {one.digest[:16]}… is not on the server any more; send the image again")
-        return self.queue.submit(id, request, owner, work, key)
+        try:
+            for digest in {given.digest for given in request.inputs}:
+                self.results.write(id, f"{digest}.png", files.get(digest) or self._earlier_input(digest, owner))
+            return self.queue.submit(id, request, owner, work)
+        except BaseException:
+            self.results.remove(id)
+            raise
+
+    def _earlier_input(self, digest: str, owner: str) -> bytes:
+        """An input image of another job. For images of other owners a digest is not enough."""
+        job = self.queue.job_with_input(digest, owner)
+        with contextlib.suppress(FileNotFoundError):
+            if job is not None:
+                return self.results.path(job, f"{digest}.png")[0].read_bytes()
+        raise InputError(f"input {digest[:16]}… is not on the server any more; send the image again")
 
     def _add_live(self, job: Job, owner: str) -> JobState:
         live = JobState(job, owner, EventLog(self.first_event), job.request.steps)
@@ -214,6 +220,12 @@ class JobStore:
                 live.log.publish(name, data)
         self.live_jobs[job.id] = live
         return live
+
+    def publish(self, live: JobState, name: EventName, data: dict[str, Any]) -> None:
+        """Tell a job's followers of an event."""
+        event = live.log.publish(name, data)
+        if event is not None and self.on_event is not None:
+            self.on_event(live.job, event)
 
     async def cancel(self, id: str, owner: str) -> Job:
         """Cancel a job: it ends immediately, and its ranks stop at the next step. An ended job does not change.
@@ -225,6 +237,8 @@ class JobStore:
         return job if job.status in ENDED else await self._to_the_end(self._cancel(id))
 
     async def _cancel(self, id: str) -> Job:
+        if self.write_error is not None:
+            raise self.write_error
         async with self.change:
             live = self.live_jobs.get(id)
             if live is None:
@@ -248,7 +262,7 @@ class JobStore:
         if job is None:
             return
         live.job = job
-        live.log.publish(_last(job.status), self.view(live).model_dump(mode="json"))
+        self.publish(live, _last(job.status), self.view(live).model_dump(mode="json"))
         for picture, replica in live.tasks.items():
             replica.send(Cancel(live.task(picture)))
         self.live_jobs.move_to_end(job.id)
@@ -261,7 +275,7 @@ class JobStore:
         if live.job.status == "queued":
             started = live.job.started or time.time()
             live.job = live.job.model_copy(update={"status": "running", "started": started})
-            live.log.publish("started", {"attempt": live.job.attempt})
+            self.publish(live, "started", {"attempt": live.job.attempt})
         self._places.pop(live.id, None)
         live.position = None
         live.progress.pop(picture, None)
@@ -278,36 +292,9 @@ class JobStore:
             self._pace[live.model] = (1 - LATEST) * self._pace.get(live.model, seconds) + LATEST * seconds
         live.progress[picture] = step
         told = {"image": picture, "step": step, "steps": live.steps, "eta": self._eta(live), "batch": batch}
-        live.log.publish("step", told)
-
-    async def put_input(self, data: bytes) -> str:
-        """Store an input image until it is released; returns its digest. Raises `StorageError`."""
-        digest = hashlib.sha256(data).hexdigest()
-        self._pending_inputs[digest] += 1
-        try:
-            return await self.on_disk(self.results.put_input, data)
-        except BaseException:
-            await self.release_input(digest)
-            raise
-
-    async def release_input(self, digest: str) -> None:
-        """Release an input image after its job was submitted or rejected: remove it if no job needs it."""
-        self._pending_inputs[digest] -= 1
-        if not self._pending_inputs[digest]:
-            del self._pending_inputs[digest]
-            # An image that is sent from now on is handled later on the disk's thread.
-            await self.on_disk(self._drop_input, digest)
-
-    def _drop_input(self, digest: str) -> None:
-        if not self.queue.needs(digest):
-            self.results.remove_input(digest)
+        self.publish(live, "step", told)
 
     # ---- how clients see them
-
-    async def repeated(self, owner: str, key: IdempotencyKey) -> Job | None:
-        """The job that was accepted with this key, unless it was cancelled. Raises `KeyReused`."""
-        job = await self.on_disk(self.queue.repeated, owner, key)
-        return job and self._seen(job)
 
     async def job(self, id: str, owner: str) -> Job:
         """A job. Raises `UnknownJob`."""
@@ -384,57 +371,51 @@ class JobStore:
 
     # ---- the disk
 
-    @property
-    def has_unwritten(self) -> bool:
-        """True if the disk is full and changes wait to be written."""
-        return bool(self._unwritten)
+    async def write(self, live: JobState, change: Callable[[], Job | None]) -> Job | None:
+        """Write a change of a job to disk, under ``change``; waits while the folder cannot be written.
 
-    async def write(self, live: JobState, change: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Write a job's change to disk, then call the function; both wait while the folder cannot be written."""
-        if not self._unwritten:
+        Returns:
+            What the change returned; None if it was not written: the database is damaged, or the server has stopped.
+        """
+        while True:
             try:
-                then(await self.on_disk(change))
-                return
+                job = await self.on_disk(change)
             except StorageError as error:
                 logger.error("%s", error)
                 if error.broken:
                     failure = JobError(code="storage", message=str(error))
                     self.end(live, live.job.model_copy(update={"status": "failed", "error": failure}))
-                    return
-                self._write_error = error
-                live.log.publish("paused", {"reason": str(error)})
-        self._unwritten.append((change, then))
+                if error.broken or self._stops:
+                    self.write_error = None
+                    return None
+                if self.write_error is None:
+                    self.publish(live, "paused", {"reason": str(error)})
+                self.write_error = error
+                # Old results may make room.
+                with contextlib.suppress(StorageError):
+                    await self._remove_old()
+                await asyncio.sleep(RETRY)
+            else:
+                self.write_error = None
+                return job
 
-    async def _flush_unwritten(self) -> None:
-        """Write the waiting changes in order, until one fails."""
-        while self._unwritten:
-            change, then = self._unwritten[0]
-            try:
-                result = await self.on_disk(change)
-            except StorageError as error:
-                self._write_error = error
-                if not error.broken:
-                    return
-                # None of these changes can be written any more.
-                self._unwritten.clear()
-                raise
-            self._unwritten.popleft()
-            then(result)
+    def stop_waiting(self) -> None:
+        """Try no change again that cannot be written."""
+        self._stops = True
 
     async def maintain(self) -> None:
-        """Write waiting changes, report queue positions and remove expired jobs at intervals, until cancelled."""
+        """Report queue positions and remove expired jobs at intervals, until cancelled."""
         swept = time.monotonic()
         while True:
             await asyncio.sleep(LOOK)
             try:
                 async with self.change:
-                    await self._flush_unwritten()
                     await self._update_places()
                     for id, place in self._places.items():
                         live = self.live_jobs.get(id)
                         if live is not None and live.position != place and live.log.readers:
                             live.position = place
-                            live.log.publish("queued", {"position": place})
+                            self.publish(live, "queued", {"position": place})
                 if time.monotonic() - swept > SWEEP:
                     swept = time.monotonic()
                     await self.sweep()
@@ -447,22 +428,20 @@ class JobStore:
     async def sweep(self) -> None:
         """Remove expired jobs, and the oldest jobs beyond the limits."""
         async with self.change:
-            for id in await self.on_disk(self._sweep):
-                self.live_jobs.pop(id, None)
+            await self._remove_old()
+
+    async def _remove_old(self) -> None:
+        for id in await self.on_disk(self._sweep):
+            self.live_jobs.pop(id, None)
 
     def _sweep(self) -> list[str]:
         gone: list[str] = []
-        while more := (
-            self.queue.expired()
-            or self.queue.surplus(WITHOUT_RESULTS, without_results=True)
-            or self.queue.surplus(self._settings.max_history)
-            or (self.queue.oldest(8) if self.results.over else [])
-        ):
+        while more := (self.queue.expired() or (self.queue.oldest(8) if self.results.over else [])):
             self.queue.forget(more)
             for id in more:
                 self.results.remove(id)
             gone += more
-        self.results.sweep(self.queue.ids(), self.queue.inputs())
+        self.results.sweep(self.queue.ids())
         return gone
 
 

@@ -9,23 +9,18 @@ jobs of one owner, and deadlines among those of one priority.
 from __future__ import annotations
 
 import contextlib
-import heapq
 import sqlite3
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from ...errors import InputError
-from ..errors import IdempotencyKey, KeyReused, QueueFull, UnknownJob
+from ..errors import QueueFull, UnknownJob
 from ..settings import ServiceSettings
 from ..types import Job, JobError, JobImage, JobRequest, Status
 from .database import QueueDatabase
-from .rows import as_job, job_row, read_job
 
 # Seconds after which a client should retry when too many images wait.
 RETRY_SECONDS = 5.0
@@ -42,17 +37,10 @@ WAITING = (
 
 @dataclass(frozen=True)
 class NextJob:
-    """The job with the next image.
-
-    Attributes:
-        again: ranks have failed under it.
-        since: when it was accepted, in seconds since 1970.
-    """
+    """The job with the next image; ``again``: ranks have failed under it."""
 
     id: str
-    model: str
     again: bool
-    since: float
 
 
 class Queue:
@@ -63,7 +51,6 @@ class Queue:
     not counted. Any thread may call.
 
     Attributes:
-        unread: jobs that waited with requests that this version cannot read; they have failed.
         run: how often the folder has been opened.
         queued, running: numbers of jobs.
     """
@@ -87,17 +74,15 @@ class Queue:
         """
         settings = settings or ServiceSettings()
         self.keep, self.most, self.most_per_owner = settings.keep, settings.max_queue, settings.max_per_owner
-        self._weights, self._now = settings.weights or {}, now
-        self.unread: list[str] = []
+        self._now = now
         self.queued = self.running = 0
-        self._database = QueueDatabase(folder, now)
+        self._database = QueueDatabase(folder)
         self.folder = self._database.folder
         try:
             with self._change() as db:
                 db.execute("UPDATE facts SET value = value + 1 WHERE name = 'runs'")
                 self.run = int(db.execute("SELECT value FROM facts WHERE name = 'runs'").fetchone()[0])
                 _give_back(db, "job IN (SELECT number FROM jobs)")
-                self._set_aside(db)
         except BaseException:
             self._database.close()
             raise
@@ -105,11 +90,6 @@ class Queue:
     def close(self) -> None:
         """Close the folder for other processes."""
         self._database.close()
-
-    @property
-    def aside(self) -> Path | None:
-        """Where a queue that could not be read was moved, with its results; None: all was well."""
-        return self._database.aside
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
@@ -125,88 +105,36 @@ class Queue:
         with self._database.lock:
             return self._database.connection.execute(query, values).fetchall()
 
-    def _set_aside(self, db: sqlite3.Connection) -> None:
-        """Fail waiting jobs that cannot be read; their rows stay unchanged for a later version."""
-        live = "SELECT * FROM jobs WHERE status IN ('queued', 'running')"
-        for row in db.execute(live).fetchall():
-            try:
-                JobRequest.model_validate_json(row["request"])
-            except ValidationError as problem:
-                first = problem.errors()[0]
-                where = ".".join(map(str, first["loc"]))
-                why = f"field {where!r} is not known" if first["type"] == "extra_forbidden" else "it is not readable"
-                message = f"this version of the server cannot run the job as requested ({why}); submit it again"
-                error = JobError(code="invalid_request", message=message)
-                db.execute("UPDATE jobs SET error = ? WHERE number = ?", (error.model_dump_json(), row["number"]))
-                self._end(db, row, "failed")
-                self.unread.append(row["id"])
-
     # ---- the life of a job
 
-    def submit(
-        self,
-        id: str,
-        request: JobRequest,
-        owner: str,
-        work: float,
-        key: IdempotencyKey | None = None,
-    ) -> Job:
-        """Accept a job: it is on disk when this returns. A repeated request returns its job.
+    def submit(self, id: str, request: JobRequest, owner: str, work: float) -> Job:
+        """Accept a job: it is on disk when this returns.
 
         Args:
             request: with its model and seed.
             work: of one image, in any unit.
-            key: see `repeated`.
 
         Raises:
             InputError: it asks for more images than may ever wait.
             QueueFull: too many images wait.
             StorageError: it cannot be written down.
-            KeyReused: the key belongs to another request.
         """
         most = min(self.most, self.most_per_owner) if owner else self.most
         if request.n > most:
             raise InputError(f"n {request.n} is more than the {most} images that may wait; use n {most} at most")
         with self._change() as db:
-            if key is not None and (before := self._repeated(db, owner, key)) is not None:
-                return before
             self._check_bounds(db, request.n, owner)
             now = self._now()
             due = None if request.deadline_ms is None else now + request.deadline_ms / 1000
-            number = db.execute(
+            db.execute(
                 "INSERT INTO jobs (id, owner, status, model, priority, request, n, work, waiting, created, due) "
                 "VALUES (?, ?, 'queued', ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     *(id, owner, request.model, request.priority, request.model_dump_json()),
                     *(request.n, work, request.n, now, due),
                 ),
-            ).lastrowid
-            digests = {given.digest for given in request.inputs}
-            db.executemany("INSERT INTO inputs VALUES (?, ?)", [(digest, number) for digest in digests])
-            if key is not None:
-                db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)", (owner, key.key, key.digest, number))
+            )
             return read_job(db, id)
-
-    def repeated(self, owner: str, key: IdempotencyKey) -> Job | None:
-        """The job that was accepted with this key, unless it was cancelled, which frees the key.
-
-        A key is remembered as long as its job.
-
-        Raises:
-            KeyReused: it came with another request.
-        """
-        with self._database.lock:
-            return self._repeated(self._database.connection, owner, key)
-
-    def _repeated(self, db: sqlite3.Connection, owner: str, key: IdempotencyKey) -> Job | None:
-        row = db.execute(
-            "SELECT j.*, k.digest FROM keys k JOIN jobs j ON j.number = k.job "
-            "WHERE k.owner = ? AND k.key = ? AND j.status != 'cancelled'",
-            (owner, key.key),
-        ).fetchone()
-        if row is not None and row["digest"] != key.digest:
-            raise KeyReused(f"Idempotency-Key {key.key!r} came with another request before; use a new key for this one")
-        return row and as_job(db, row)
 
     def _check_bounds(self, db: sqlite3.Connection, n: int, owner: str) -> None:
         live = (
@@ -222,25 +150,13 @@ class Queue:
             message = f"{mine} images of yours wait already, and {self.most_per_owner} may; ask again later"
             raise QueueFull(message, RETRY_SECONDS)
 
-    def head(self, models: Collection[str] | None = None, job: str | None = None, again: bool = True) -> NextJob | None:
-        """The job with the image that begins next.
-
-        Args:
-            models: only jobs of these.
-            job: only this one.
-            again: also those that ranks have failed under.
-        """
-        query, values = f"SELECT j.id, j.model, j.attempt, j.created {WAITING}", []
-        if models is not None:
-            query += f" AND j.model IN ({', '.join('?' * len(models))})"
-            values += models
+    def head(self, job: str | None = None) -> NextJob | None:
+        """The job with the image that begins next; ``job``: only this one."""
+        query, values = f"SELECT j.id, j.attempt > 1 AS again {WAITING}", []
         if job is not None:
-            query, values = f"{query} AND j.id = ?", [*values, job]
-        if not again:
-            query += " AND j.attempt = 1"
-        for row in self._rows(f"{query} ORDER BY {ORDER}{_urgency(self._now())} LIMIT 1", *values):
-            return NextJob(row["id"], row["model"], row["attempt"] > 1, row["created"])
-        return None
+            query, values = f"{query} AND j.id = ?", [job]
+        rows = self._rows(f"{query} ORDER BY {ORDER}{_urgency(self._now())} LIMIT 1", *values)
+        return NextJob(rows[0]["id"], bool(rows[0]["again"])) if rows else None
 
     def begin(self, id: str) -> int | None:
         """Begin a job's next image, and charge its owner; the image's number, or None if none waits."""
@@ -264,7 +180,7 @@ class Queue:
         return picture
 
     def _charge(self, db: sqlite3.Connection, job: sqlite3.Row, start: float, pictures: float) -> None:
-        used = start + pictures * job["work"] / self._weights.get(job["owner"], 1.0)
+        used = start + pictures * job["work"]
         db.execute(
             "INSERT INTO owners VALUES (?, ?) ON CONFLICT DO UPDATE SET used = excluded.used", (job["owner"], used)
         )
@@ -374,31 +290,15 @@ class Queue:
 
     def places(self) -> dict[str, int]:
         """How many queued jobs are before each queued job, if no other jobs arrive."""
+        # Where fair queueing begins a job's next image: after the work that its owner has used, and has before it.
+        urgency = f"j.attempt > 1 DESC, {_urgency(self._now())}"
         query = (
-            "SELECT j.id, j.owner, j.status, j.attempt > 1 AS again, j.work, j.waiting, "
-            f"max(coalesce(o.used, 0), c.value) AS used {WAITING} "
-            f"ORDER BY j.attempt > 1 DESC, {_urgency(self._now())}"
+            "SELECT j.id, j.status, j.attempt > 1 AS again, max(coalesce(o.used, 0), c.value) + "
+            f"sum(j.work * j.waiting) OVER (PARTITION BY j.owner ORDER BY {urgency}) - j.work * j.waiting AS start, "
+            f"row_number() OVER (ORDER BY {urgency}) AS turn {WAITING} ORDER BY again DESC, start, turn"
         )
-        rows = self._rows(query)
-        used = {row["owner"]: row["used"] for row in rows}
-        places: dict[str, int] = {}
-        for again in (1, 0):
-            lines: dict[str, deque[tuple[int, sqlite3.Row]]] = {}
-            for number, row in enumerate(rows):
-                if row["again"] == again:
-                    lines.setdefault(row["owner"], deque()).extend([(number, row)] * row["waiting"])
-            heap = [(used[owner], line[0][0], owner) for owner, line in lines.items()]
-            heapq.heapify(heap)
-            while heap:
-                _, _, owner = heapq.heappop(heap)
-                line = lines[owner]
-                _, row = line.popleft()
-                if row["status"] == "queued":
-                    places.setdefault(row["id"], len(places))
-                used[owner] += row["work"] / self._weights.get(owner, 1.0)
-                if line:
-                    heapq.heappush(heap, (used[owner], line[0][0], owner))
-        return places
+        queued = [row["id"] for row in self._rows(query) if row["status"] == "queued"]
+        return {id: place for place, id in enumerate(queued)}
 
     # ---- expiry
 
@@ -407,17 +307,8 @@ class Queue:
         return [row[0] for row in self._rows("SELECT id FROM jobs WHERE expires <= ?", self._now())]
 
     def oldest(self, number: int) -> list[str]:
-        """The jobs with results that ended earliest."""
-        query = (
-            "SELECT id FROM jobs WHERE expires IS NOT NULL AND EXISTS (SELECT 1 FROM pictures WHERE job = number) "
-            "ORDER BY expires LIMIT ?"
-        )
-        return [row[0] for row in self._rows(query, number)]
-
-    def surplus(self, number: int, without_results: bool = False) -> list[str]:
-        """The jobs that ended earliest, beyond ``number`` to keep; of all, or of those without results."""
-        which = " AND NOT EXISTS (SELECT 1 FROM pictures WHERE job = number)" if without_results else ""
-        query = f"SELECT id FROM jobs WHERE expires IS NOT NULL{which} ORDER BY expires DESC LIMIT -1 OFFSET ?"
+        """The jobs that ended earliest."""
+        query = "SELECT id FROM jobs WHERE expires IS NOT NULL ORDER BY expires LIMIT ?"
         return [row[0] for row in self._rows(query, number)]
 
     def forget(self, ids: Collection[str]) -> None:
@@ -433,15 +324,38 @@ class Queue:
         """Ids of all jobs."""
         return {row[0] for row in self._rows("SELECT id FROM jobs")}
 
-    def needs(self, digest: str, owner: str | None = None) -> bool:
-        """True if a job has this input; ``owner``: one of this owner's."""
-        query = "SELECT 1 FROM inputs i JOIN jobs j ON j.number = i.job WHERE i.digest = ?"
-        rest = [] if owner is None else [owner]
-        return bool(self._rows(f"{query}{' AND j.owner = ?' * len(rest)} LIMIT 1", digest, *rest))
+    def job_with_input(self, digest: str, owner: str) -> str | None:
+        """The id of one of the owner's jobs with this input image; None: there is none."""
+        rows = self._rows("SELECT id FROM jobs WHERE owner = ? AND instr(request, ?) LIMIT 1", owner, digest)
+        return rows[0]["id"] if rows else None
 
-    def inputs(self) -> set[str]:
-        """Digests of the inputs of all jobs."""
-        return {row[0] for row in self._rows("SELECT DISTINCT digest FROM inputs")}
+
+def job_row(db: sqlite3.Connection, id: str, *statuses: Status) -> sqlite3.Row | None:
+    """A job's row, if the job has one of the statuses (none: any)."""
+    row = db.execute("SELECT * FROM jobs WHERE id = ?", (id,)).fetchone()
+    return row if row is None or not statuses or row["status"] in statuses else None
+
+
+def read_job(db: sqlite3.Connection, id: str) -> Job:
+    """A job that is there."""
+    row = job_row(db, id)
+    assert row is not None
+    return as_job(db, row)
+
+
+def as_job(db: sqlite3.Connection, row: sqlite3.Row) -> Job:
+    """The job of a row, with its images."""
+    request = JobRequest.model_validate_json(row["request"])
+    images = [JobImage(index=index, seed=(request.seed or 0) + index) for index in range(row["n"])]
+    done = "SELECT picture, image FROM pictures WHERE job = ? AND file IS NOT NULL"
+    for picture in db.execute(done, (row["number"],)):
+        images[picture["picture"]] = JobImage.model_validate_json(picture["image"])
+    return Job(
+        request=request,
+        images=images,
+        error=JobError.model_validate_json(row["error"]) if row["error"] else None,
+        **{name: row[name] for name in ("id", "status", "created", "started", "finished", "expires", "attempt")},
+    )
 
 
 def _urgency(now: float) -> str:

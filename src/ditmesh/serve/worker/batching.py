@@ -219,7 +219,7 @@ class Batcher:
         alone = len(runs) == 1 and self.engine.config.cfg > 1
         answers: dict[PipelineTask, Any] = {}
         failed: Exception | None = None
-        with self._clock.span(""):
+        with self._clock.span():
             for group in self._joiner.groups(runs, self.most):
                 try:
                     # With cfg ranks, the branches of a pipeline are identified by its scheduler.
@@ -231,7 +231,7 @@ class Batcher:
                     break
                 for (run, _), output in zip(group, outputs, strict=True):
                     answers[run], run.batch = output, self.counts.batch
-        self.counts.seconds = self._clock.seconds.get("", 0.0)
+        self.counts.seconds = self._clock.seconds
         self.counts.waited = self.engine.mesh.waited - waited
         for run in runs:
             if run in answers:

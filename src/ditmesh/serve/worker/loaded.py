@@ -6,7 +6,6 @@ import copy
 import gc
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -86,21 +85,20 @@ class LoadedModel:
             self._options["timeout"] = exchange.deadline
 
     @classmethod
-    def open(cls, spec: ModelSpec, device: torch.device, exchange: HostAllGather, undo: ExitStack) -> LoadedModel:
+    def open(cls, spec: ModelSpec, device: torch.device, exchange: HostAllGather) -> LoadedModel:
         """Load a model, parallelise it, and find out whether its requests can share calls. Collective.
 
         Args:
             exchange: all-gather of the ranks, with the deadline of their collectives.
-            undo: resources that all ranks free at the same time if it cannot be loaded.
 
         Raises:
             InputError: it cannot be loaded, or does not fit into memory. LayoutError: its tokens cannot be placed.
         """
         model = cls(spec, device, exchange)
         model._check()
-        mesh = model._open_mesh(undo)
+        mesh = model._open_mesh()
         runner = model._load(mesh)
-        template = model._parallelise(runner, mesh, undo)
+        template = model._parallelise(runner, mesh)
         model._open_batcher(runner, template)
         model.card = model._card(template)
         return model
@@ -140,14 +138,12 @@ class LoadedModel:
         self._job = job_for(self.info, request, "", config=spec.config, files=self._files, **self._options)
         self._job, _ = fitting_job(self._job, self.device)
 
-    def _open_mesh(self, undo: ExitStack) -> Mesh | None:
+    def _open_mesh(self) -> Mesh | None:
         """The mesh of a given configuration; None: the engine chooses one."""
         config = self._job.config
         if isinstance(config, str):
             return None
-        mesh = Mesh(config, device=self.device, timeout=self._job.timeout)
-        undo.callback(mesh.close)
-        return mesh
+        return Mesh(config, device=self.device, timeout=self._job.timeout)
 
     def _load(self, mesh: Mesh | None) -> PipelineRunner:
         """Read the pipeline, or this rank's share of it, and the facts of its receipts."""
@@ -163,7 +159,7 @@ class LoadedModel:
         self.colours = latent_colours(runner.pipe) if rank_of_process() == 0 else None
         return runner
 
-    def _parallelise(self, runner: PipelineRunner, mesh: Mesh | None, undo: ExitStack) -> PipelineRunner:
+    def _parallelise(self, runner: PipelineRunner, mesh: Mesh | None) -> PipelineRunner:
         """Parallelise the pipeline; returns the template of its tasks' copies."""
         pipe, self.kind = runner.pipe, runner.kind.__name__
         template = PipelineRunner(copy.copy(pipe), self.device)
@@ -171,7 +167,6 @@ class LoadedModel:
         if mesh is not None:
             # Its process groups are freed with the engine.
             engine_of(pipe).own_mesh()
-            undo.pop_all()
         # By class: the parallel pipeline, and the template of its tasks' copies.
         self._runners = {self.kind: (runner, template)}
         self._cuts = CutPrompts(pipe)

@@ -6,21 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..offers import ModelSpec
 from ..types import JobRequest, RankState
 
 FailureCode = Literal["invalid_request", "out_of_memory", "internal"]
 
 
 # --- commands: rank 0 takes them and passes them on, so that all ranks obey before the same step
-
-
-@dataclass(frozen=True)
-class Load:
-    """Load a model and keep it; the least recently used models beyond ``most`` are unloaded."""
-
-    spec: ModelSpec
-    most: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,7 @@ class Stop:
     """Return immediately. This is the last command: the owner finishes or cancels running tasks first."""
 
 
-Command = Load | Start | Cancel | Stop
+Command = Start | Cancel | Stop
 
 
 # --- reports
@@ -65,28 +56,14 @@ class ModelReady:
     card: Mapping[str, Any]
     mesh: Mapping[str, int]
     strategy: str
-    unloaded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ModelFailed:
-    """A model cannot be loaded, with the same reason on every rank; the ranks continue.
-
-    Attributes:
-        unloaded: models that were unloaded to make room for it.
-    """
+    """A model cannot be loaded; the ranks end."""
 
     name: str
     message: str
-    unloaded: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class TaskBegan:
-    """A task's pipeline has been called; ``steps`` when they are known."""
-
-    id: str
-    steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -159,4 +136,4 @@ class Beat:
     drift: float | None = None
 
 
-Message = ModelReady | ModelFailed | TaskBegan | TaskStepped | Preview | Finished | TaskFailed | Cancelled | Beat
+Message = ModelReady | ModelFailed | TaskStepped | Preview | Finished | TaskFailed | Cancelled | Beat

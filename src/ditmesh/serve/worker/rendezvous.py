@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import queue
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,15 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ...comm import PeerError
 from ...errors import LayoutError, shortened
 from ..types import RankState
 from .protocol import Command, FailureCode, Message, Stop
 
-# Bytes of a rank's pickled message that travel in the first collective; a longer message takes a second one.
-INLINE_BYTES = 2048
 # Characters of an error's text that are reported.
 MAX_MESSAGE = 500
 
@@ -39,47 +34,17 @@ class HostAllGather:
         deadline = _deadline() if self.size > 1 else None
         self.deadline = None if deadline is None else deadline.total_seconds()
         self._group: Any = dist.new_group(backend="gloo", timeout=deadline) if self.size > 1 else None
-        # After a timeout, destroying the group would wait for the missing rank.
-        self._lost = False
 
-    def __call__(self, value: Any, seconds: float | None = None) -> list[Any]:
-        """Every rank's value, in rank order: anything that can be pickled. A collective call.
-
-        Args:
-            seconds: for which others are waited for; None: the group's timeout.
-
-        Raises:
-            TimeoutError: a rank has not called. The group cannot be used any more.
-        """
-        if self._group is None:
-            return [value]
-        data = pickle.dumps(value)
-        mine = torch.zeros(INLINE_BYTES, dtype=torch.uint8)
-        mine[:8] = _bytes(len(data).to_bytes(8, "little"))
-        if len(data) <= INLINE_BYTES - 8:
-            mine[8 : 8 + len(data)] = _bytes(data)
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        gathering: Any = dist.all_gather(every, mine, group=self._group, async_op=True)
-        limit = None if seconds is None else time.monotonic() + seconds
-        while limit is not None and not gathering.is_completed():
-            if time.monotonic() > limit:
-                self._lost = True
-                raise TimeoutError
-            time.sleep(0.01)
-        gathering.wait()
-        values = []
-        for rank, box in enumerate(every):
-            size = int.from_bytes(bytes(box[:8].tolist()), "little")
-            whole = box[8 : 8 + size]
-            if size > INLINE_BYTES - 8:
-                whole = _bytes(data) if rank == self.rank else torch.empty(size, dtype=torch.uint8)
-                dist.broadcast(whole, rank, group=self._group)
-            values.append(value if rank == self.rank else pickle.loads(whole.numpy().tobytes()))
+    def __call__(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order: anything that can be pickled. A collective call."""
+        values = [value] * self.size
+        if self._group is not None:
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def close(self) -> None:
         """Free the process group."""
-        if self._group is not None and not self._lost:
+        if self._group is not None:
             dist.destroy_process_group(self._group)
 
 
@@ -89,10 +54,6 @@ def _deadline() -> timedelta | None:
     assert world is not None
     options = getattr(world._get_backend(torch.device("cpu")), "options", None)
     return getattr(options, "_timeout", None)
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class CommandReader:
@@ -161,8 +122,7 @@ class RankRendezvous:
     """
 
     def __init__(self, report: Any) -> None:
-        # Votes on a loaded model use a separate group, because ranks that still load are inside `gather`.
-        self.gather, self._votes = HostAllGather(), HostAllGather()
+        self.gather = HostAllGather()
         self.rank, self.size = self.gather.rank, self.gather.size
         self.message = RoundMessage()
         self.states: dict[int, RankState] = {}
@@ -183,10 +143,6 @@ class RankRendezvous:
         self.states.update({one.state.rank: one.state for one in messages if one.state is not None})
         return messages
 
-    def vote(self, reason: str, seconds: float | None = None) -> list[str]:
-        """Every rank's reason why a model cannot be loaded; as `HostAllGather`."""
-        return self._votes(reason, seconds)
-
     @property
     def silent(self) -> bool:
         """True if another rank reports the present work: only rank 0 reports."""
@@ -200,7 +156,6 @@ class RankRendezvous:
     def close(self) -> None:
         """Free the process groups."""
         self.gather.close()
-        self._votes.close()
 
 
 def failure_of(error: BaseException) -> FailureReason:

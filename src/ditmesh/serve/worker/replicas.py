@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -14,8 +14,9 @@ from ...errors import ConfigError, RankFailed
 from ...launch import Launcher
 from ...launch.backend import Conversing
 from ...launch.pool import POLL_SECONDS
+from ..offers import ModelSpec
 from ..settings import ServiceSettings
-from .protocol import Beat, Command, Load, Message, ModelFailed, ModelReady, Stop
+from .protocol import Beat, Command, Message, ModelReady, Stop
 
 # Seconds between attempts to start ranks: the first and the longest pause.
 BACKOFF, LONGEST_BACKOFF = 0.2, 60.0
@@ -54,16 +55,16 @@ class RanksDown:
 ReplicaReport = Message | RanksUp | RanksDown
 
 
-def serve(function: Callable[..., None] | None, *, report: Any) -> None:
+def serve(specs: Sequence[ModelSpec], function: Callable[..., None] | None, *, report: Any) -> None:
     """Serve tasks on this rank until `Stop` comes. Every rank of a replica calls this."""
     report(RanksUp())
     if function is not None:
-        function((), report=report)
+        function(specs, report=report)
         return
     # Imports torch, which the owner does not need.
     from .worker import serve_rank
 
-    serve_rank((), report=report)
+    serve_rank(specs, report=report)
 
 
 class Replica:
@@ -79,7 +80,8 @@ class Replica:
         name: str,
         make: MakeRanks,
         say: Callable[[Replica, ReplicaReport], None],
-        limits: ServiceSettings | None = None,
+        specs: Sequence[ModelSpec],
+        limits: ServiceSettings,
         function: Callable[..., None] | None = None,
     ) -> None:
         """Prepare; `start` starts.
@@ -87,10 +89,11 @@ class Replica:
         Args:
             make: starts ranks of a launcher that takes replies (`launch.backend.Conversing`).
             say: called in the replica's thread with what rank 0 reports, and `RanksUp` and `RanksDown` around it.
+            specs: the models that the ranks load.
             limits: when ranks are given up.
             function: called by every rank in the place of `worker.serve_rank`.
         """
-        self.name, self.limits = name, limits or ServiceSettings()
+        self.name, self.limits, self._specs = name, limits, specs
         self._make, self._say, self._function = make, say, function
         self._thread = threading.Thread(target=self._run, name=f"ditmesh-{name}", daemon=True)
         self._pool: Conversing | None = None
@@ -100,7 +103,8 @@ class Replica:
         # look at them.
         self._heard = self._worked = self._looked = self._slowest = 0.0
         self._calls = 0
-        self._starting, self._loading, self._useful = True, False, False
+        # How many models are loaded.
+        self._loaded = 0
         self._stalled = ""
 
     def start(self) -> None:
@@ -112,8 +116,6 @@ class Replica:
         pool = self._pool
         if pool is None:
             return
-        if isinstance(command, Load):
-            self._loading = True
         # A new task has the whole time limit.
         self._worked = time.monotonic()
         pool.reply(command)
@@ -136,14 +138,14 @@ class Replica:
             self._say(self, down)
             if down.final:
                 return
-            # If the ranks have begun to load a model, the failure is not one of starting.
-            pause = BACKOFF if self._useful else min(2 * pause, LONGEST_BACKOFF)
+            # Ranks that have loaded a model did not fail to start.
+            pause = BACKOFF if self._loaded else min(2 * pause, LONGEST_BACKOFF)
             self._stopping.wait(pause)
 
     def _serve_once(self) -> RanksDown:
         """Start ranks, let them serve until they end, and return how they ended."""
         self._stalled, self._calls, self._slowest = "", -1, 0.0
-        self._starting, self._loading, self._useful = True, False, False
+        self._loaded = 0
         try:
             with self._make() as pool:
                 if not hasattr(pool, "reply"):
@@ -153,7 +155,7 @@ class Replica:
                     )
                 self._heard = self._worked = self._looked = time.monotonic()
                 hear = partial(self._hear, cast("Conversing", pool))
-                pool.run(serve, self._function, on_message=hear, watch=self._missed)
+                pool.run(serve, self._specs, self._function, on_message=hear, watch=self._missed)
             down = RanksDown(why="the ranks have returned")
         except RankFailed as error:
             down = self._failed(error)
@@ -169,32 +171,34 @@ class Replica:
         if rank > 0:
             return
         self._heard = time.monotonic()
-        if not (self._starting or self._loading):
+        if self._ready:
             self._slowest = max(self._slowest, self._heard - self._worked)
         if isinstance(message, RanksUp):
             # A command that was sent before would have come before the call that takes it.
             self._pool = pool
             if self._stopping.is_set():
                 self.send(Stop())
-        else:
-            self._starting = False
         if not isinstance(message, Beat):
             self._worked = self._heard
-            self._loading = self._loading and not isinstance(message, (ModelReady, ModelFailed))
-            self._useful = self._useful or isinstance(message, ModelReady)
+            self._loaded += isinstance(message, ModelReady)
         elif not message.running or message.calls != self._calls:
             self._worked, self._calls = self._heard, message.calls
         self._say(self, message)
 
+    @property
+    def _ready(self) -> bool:
+        """True if all models are loaded."""
+        return self._loaded == len(self._specs)
+
     def _missed(self) -> str | None:
         if self._killed or (self._stopping.is_set() and self._pool is None):
             return "stopped when they were told to"
-        now, slow = time.monotonic(), self._starting or self._loading
+        now = time.monotonic()
         if (away := now - self._looked) > 2 * POLL_SECONDS:
             # This process was stopped itself, and its ranks perhaps with it (Ctrl-Z): that time does not count.
             self._heard, self._worked = min(now, self._heard + away), min(now, self._worked + away)
         self._looked = now
-        limit = self.limits.load if slow else max(self.limits.stall, 4 * self._slowest)
+        limit = max(self.limits.stall, 4 * self._slowest) if self._ready else self.limits.load
         if now - self._heard > limit:
             self._stalled = f"said anything for {limit:g} s"
         elif now - self._worked > limit:

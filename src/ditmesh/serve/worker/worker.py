@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -18,12 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...comm import PeerError
+from ...comm.backends import device_of_rank
+from ...errors import DitmeshError
 from ...generate.arguments import CALLBACK, call_parameters
 from ...generate.outputs import Picture, outputs_of
 from ...generate.preview import preview_jpeg
 from ...generate.receipt import Receipt, text_chunk
 from ...generate.runner import Prepared, quieten
 from ...generate.steps import SchedulerStep, StepEvents, loop_steps
+from ...launch.heap import return_free_memory
 from ...launch.log_filter import hidden_texts
 from ..offers import ModelSpec
 from ..types import RankState
@@ -31,32 +37,30 @@ from .batching import Batcher
 from .coroutines import PendingCall, PipelineTask
 from .device_clock import DeviceClock
 from .loaded import LoadedModel
-from .model_cache import ModelCache
-from .priority import give_way
 from .protocol import (
     Beat,
     Cancel,
     Cancelled,
     Finished,
-    Load,
     ModelFailed,
+    ModelReady,
     Preview,
     Start,
     Stop,
-    TaskBegan,
     TaskFailed,
     TaskStepped,
 )
 from .rendezvous import FailureReason, RankRendezvous, RoundMessage, failure_of
-from .trim import MemoryTrimmer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
 
-# Seconds between heartbeats of idle ranks, and between two states of a rank.
-HEARTBEAT_INTERVAL, STATE_INTERVAL = 1.0, 0.5
+# Seconds between heartbeats of idle ranks, between two states of a rank, and between two collections of its garbage.
+HEARTBEAT_INTERVAL, STATE_INTERVAL, TRIM_INTERVAL = 1.0, 0.5, 30.0
+# Added to the niceness of a thread that computes.
+NICENESS = 10
 
 
 def serve_rank(specs: Sequence[ModelSpec], *, report: Any) -> None:
@@ -67,10 +71,11 @@ def serve_rank(specs: Sequence[ModelSpec], *, report: Any) -> None:
     `protocol.Message` objects.
 
     Args:
-        specs: models to load first.
+        specs: models to load.
         report: takes reports, and has the owner's replies (``report.reply()``).
 
     Raises:
+        DitmeshError, MemoryError: a model cannot be loaded.
         PeerError, RuntimeError: another rank is gone: this replica is to be started again.
     """
     quieten()
@@ -119,58 +124,84 @@ class RankWorker:
 
     def __init__(self, report: Any) -> None:
         self._ranks = RankRendezvous(report)
-        self._models = ModelCache(self._ranks)
-        self._scheduler = TaskScheduler(self._ranks, self._models)
-        self._trimmer = MemoryTrimmer()
+        self._device = device_of_rank()
+        self._models: dict[str, LoadedModel] = {}
+        self._scheduler = TaskScheduler(self._ranks, self._models, self._device)
         self._state_time = self._beat_time = 0.0
+        self._trim_time = time.monotonic()
         self._calls = 0
 
     def run(self, specs: Sequence[ModelSpec]) -> None:
         """Serve until a `Stop` command."""
-        ranks, models, scheduler = self._ranks, self._models, self._scheduler
-        if self._models.device.type == "cpu":
+        ranks, scheduler = self._ranks, self._scheduler
+        if self._device.type == "cpu":
             give_way()
-        models.waiting = [Load(spec, len(specs)) for spec in specs]
+        for spec in specs:
+            self._load(spec)
         while True:
-            busy = bool(scheduler.tasks or models.next_load(scheduler.needed))
-            messages = ranks.meet(0.0 if busy else HEARTBEAT_INTERVAL, self._state())
+            messages = ranks.meet(0.0 if scheduler.tasks else HEARTBEAT_INTERVAL, self._state())
             scheduler.apply_outcomes(messages)
             for command in messages[0].commands:
                 if isinstance(command, Stop):
                     return
-                if isinstance(command, Load):
-                    models.waiting.append(command)
-                elif isinstance(command, Cancel):
+                if isinstance(command, Cancel):
                     scheduler.cancel(command.id)
                 else:
                     scheduler.add(command)
-            if (load := models.next_load(scheduler.needed)) is not None:
-                answer = models.load(load, scheduler.needed)
-                ranks.send(answer)
-                if isinstance(answer, ModelFailed):
-                    scheduler.refuse(answer)
             scheduler.round()
             self._beat()
-            self._trimmer.trim_when_due()
+            self._trim()
+
+    def _load(self, spec: ModelSpec) -> None:
+        """Load a model, and report that it is loaded, or why it cannot be. Collective.
+
+        A rank that fails alone raises: the others may wait for it in the middle of loading, and all are ended at once.
+        """
+        try:
+            model = LoadedModel.open(spec, self._device, self._ranks.gather)
+        except (DitmeshError, MemoryError, torch.OutOfMemoryError) as error:
+            if not isinstance(error, PeerError):
+                self._ranks.send(ModelFailed(spec.name, failure_of(error).message))
+            raise
+        self._models[spec.name] = model
+        config = model.engine.config
+        mesh = {axis: degree for axis, degree in config.degrees.items() if degree > 1}
+        self._ranks.send(ModelReady(spec.name, model.card, mesh, config.describe()))
 
     @property
     def private(self) -> bool:
         """True if a library may know of a prompt that the log must not have."""
-        return self._scheduler.began and not any(model.spec.log_prompts for model in self._models.models.values())
+        return self._scheduler.began and not any(model.spec.log_prompts for model in self._models.values())
 
     def close(self) -> None:
         """Drop all tasks and unload the models."""
         self._scheduler.close()
-        self._models.close()
+        # Each may need the other ranks, which do not answer after a failure.
+        with suppress(Exception):
+            for model in self._models.values():
+                model.close()
+        self._models.clear()
         self._ranks.close()
         gc.collect()
+
+    def _trim(self) -> None:
+        """Collect cyclic garbage, and return the C library's free memory to the system, twice a minute.
+
+        Python starts a full collection by the number of objects, not by their size: the tensors of ended requests that
+        are part of reference cycles would wait for thousands of other objects. glibc returns only what is free at the
+        end of its heap, so that a block which lives on there keeps all free memory below it.
+        """
+        if time.monotonic() - self._trim_time >= TRIM_INTERVAL:
+            self._trim_time = time.monotonic()
+            gc.collect()
+            return_free_memory()
 
     def _state(self) -> RankState | None:
         """The state of this rank, at most twice a second."""
         now = time.monotonic()
         if now - self._state_time < STATE_INTERVAL:
             return None
-        self._state_time, device = now, self._models.device
+        self._state_time, device = now, self._device
         if device.type == "cuda":
             memory = int(torch.cuda.memory_allocated(device))
         else:
@@ -186,7 +217,7 @@ class RankWorker:
         )
 
     def _beat(self) -> None:
-        models, current = self._models.models.values(), self._models.current
+        models, current = self._models.values(), self._scheduler.current
         steps, now = sum(model.batcher.counts.calls for model in models), time.monotonic()
         if self._ranks.rank > 0 or (steps == self._calls and now - self._beat_time < HEARTBEAT_INTERVAL):
             return
@@ -220,21 +251,20 @@ class TaskScheduler:
         tasks: by id.
         step_seconds, waited: of the latest step: in all, and waiting for other ranks.
         began: whether there has been a task.
+        current: the model with an open request.
     """
 
-    def __init__(self, ranks: RankRendezvous, models: ModelCache) -> None:
+    def __init__(self, ranks: RankRendezvous, models: Mapping[str, LoadedModel], device: torch.device) -> None:
         self.tasks: dict[str, RunningTask] = {}
         self.step_seconds = self.waited = 0.0
         self.began = False
-        self._ranks, self._models = ranks, models
-        self._clock = DeviceClock(models.device)
+        self.current: LoadedModel | None = None
+        self._ranks, self._models, self._device = ranks, models, device
+        self._clock = DeviceClock(device)
+        # Numbers of tasks and rounds so far, and of the latest one of each model.
+        self._turn, self._used = 0, Counter[str]()
         # Images are encoded in a thread while steps run.
         self._writer = ThreadPoolExecutor(1, "ditmesh-pictures")
-
-    @property
-    def needed(self) -> set[str]:
-        """Names of the models of all tasks."""
-        return {work.model for work in self.tasks.values()}
 
     def close(self) -> None:
         """Drop all tasks; finished images are still written."""
@@ -244,16 +274,10 @@ class TaskScheduler:
 
     def add(self, task: Start) -> None:
         """Accept a task; it begins in one of the next rounds."""
-        if task.id in self.tasks:
-            return
-        if task.request.model in self._models:
-            self._models.clock += 1
+        if task.id not in self.tasks:
+            self._turn += 1
             self.began = True
-            self.tasks[task.id] = RunningTask(task, self._models.clock)
-        else:
-            self._report_failure(
-                task.id, FailureReason("invalid_request", f"model {task.request.model!r} is not loaded; load it first")
-            )
+            self.tasks[task.id] = RunningTask(task, self._turn)
 
     def cancel(self, id: str) -> None:
         """Stop a task, unless it has ended."""
@@ -263,17 +287,11 @@ class TaskScheduler:
             self._leave(work)
             self._ranks.send(Cancelled(id, step))
 
-    def refuse(self, failed: ModelFailed) -> None:
-        """Fail the tasks of a model that could not be loaded."""
-        for work in [one for one in self.tasks.values() if one.model == failed.name]:
-            self._drop(work)
-            self._report_failure(work.task.id, FailureReason("invalid_request", failed.message))
-
     def apply_outcomes(self, messages: Sequence[RoundMessage]) -> None:
         """End and report tasks according to the messages of all ranks, in the same way on every rank."""
         if any(message.stuck for message in messages):
-            if (current := self._models.current) is not None:
-                current.batcher.close_request()
+            if self.current is not None:
+                self.current.batcher.close_request()
             self._retry_failed_calls(messages)
         failed = dict.fromkeys(name for message in messages for name in message.failed)
         for name in failed:
@@ -300,7 +318,7 @@ class TaskScheduler:
             else:
                 again.append(pending)
                 full = full or any(reason.code == "out_of_memory" for reason in reasons)
-        batcher = None if self._models.current is None else self._models.current.batcher
+        batcher = None if self.current is None else self.current.batcher
         if full and batcher is not None:
             batcher.most = max(1, min(batcher.most, len(names)) // 2)
         for pending in again:
@@ -319,7 +337,7 @@ class TaskScheduler:
     def _finish(self, work: RunningTask) -> None:
         assert work.run is not None
         assert work.prepared is not None
-        prepared, model, output = work.prepared, self._models.models[work.model], work.run.output
+        prepared, model, output = work.prepared, self._models[work.model], work.run.output
         self._drop(work)
         if self._ranks.silent:
             return
@@ -364,9 +382,13 @@ class TaskScheduler:
     def round(self) -> None:
         """Run one step of the next tasks, or some shorter calls of theirs."""
         model = self._next_model()
-        self._models.switch_to(model)
+        if self.current is not None and self.current is not model:
+            self.current.batcher.close_request()
+        self.current = model
         if model is None:
             return
+        self._turn += 1
+        self._used[model.spec.name] = self._turn
         if model.batcher.why:
             self._plain_round(model)
         else:
@@ -374,14 +396,13 @@ class TaskScheduler:
 
     def _next_model(self) -> LoadedModel | None:
         """The least recently used model that has tasks."""
-        waiting = [work for work in self.tasks.values() if work.model in self._models.models]
-        for work in waiting:
+        for work in self.tasks.values():
             # Its request is open until it ends.
             if work.run is not None and not work.run.delegates:
-                return self._models.models[work.model]
-
-        first = min(waiting, key=lambda work: (self._models.last_use(work.model), work.order), default=None)
-        return None if first is None else self._models.models[first.model]
+                return self._models[work.model]
+        works = self.tasks.values()
+        first = min(works, key=lambda work: (self._used[work.model], work.order), default=None)
+        return None if first is None else self._models[first.model]
 
     def _tasks_of(self, model: LoadedModel) -> list[RunningTask]:
         """A model's tasks, the most urgent first."""
@@ -422,9 +443,9 @@ class TaskScheduler:
         waited, mesh = model.engine.mesh.waited, model.engine.mesh
         if not run.begun:
             model.batcher.adapt(run.adapters)
-        with self._clock.span(""):
+        with self._clock.span():
             run.resume()
-        self.step_seconds, self.waited = self._clock.seconds.get("", 0.0), mesh.waited - waited
+        self.step_seconds, self.waited = self._clock.seconds, mesh.waited - waited
         if run.failure is not None:
             self._ranks.message.failed[work.task.id] = failure_of(run.failure)
 
@@ -441,9 +462,8 @@ class TaskScheduler:
         batched = not model.batcher.why
         work.prepared, work.steps, work.began = prepared, prepared.steps, time.perf_counter()
         work.run = PipelineTask(
-            prepared.pipe, prepared.arguments, prepared.seed, self._models.device, prepared.adapters, batched
+            prepared.pipe, prepared.arguments, prepared.seed, self._device, prepared.adapters, batched
         )
-        self._ranks.send(TaskBegan(work.task.id, prepared.steps))
 
     def _watch(self, work: RunningTask, model: LoadedModel, pipe: Any, counting: bool) -> None:
         """Follow a pipeline's scheduler: for previews, and to count its steps if it has no callback."""
@@ -490,6 +510,19 @@ class TaskScheduler:
         except Exception as error:
             # An image does not need a preview.
             logger.warning("a preview could not be made: %s", type(error).__name__)
+
+
+def give_way() -> None:
+    """Let this thread wait for others of the server that are ready: those that pass requests and results on.
+
+    Ranks on CPUs keep every core busy, and the server's other threads need a core for a fraction of a millisecond
+    several times a request. Threads that this one starts later give way as well. Does nothing where the system does
+    not schedule threads one by one (all but Linux), or does not allow it.
+    """
+    if sys.platform.startswith("linux"):
+        thread = threading.get_native_id()
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS))
 
 
 def encoded(images: Sequence[Image], form: str, fps: float, receipt: Receipt) -> bytes:
