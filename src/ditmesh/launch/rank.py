@@ -155,10 +155,4 @@ def join_group(settings: RankSettings, meeting: str) -> None:
         dist.destroy_process_group()
     # A file, not a port: nothing to collide with, and no other user of the machine can connect to it.
     rendezvous = (Path(settings.folder) / meeting).as_uri()
-    device = join_default_group(
-        settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous
-    )
-    if device.type == "cuda":
-        from ..core.gpus import bind_near_gpu
-
-        bind_near_gpu(device)
+    join_default_group(settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous)

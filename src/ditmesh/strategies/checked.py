@@ -136,8 +136,7 @@ def check_same(model: str, differences: list[tuple[float, str]], passed: str = P
             )
         raise LayoutError(
             f"the layout of {model} that was passed as layout= is wrong for this call: the ranks' result {worst[1]}; "
-            "`ditmesh layout --check` compares a layout with a probe's, and without layout= ditmesh derives one from "
-            "the first call"
+            "without layout= ditmesh derives one from the first call, which shows what to change"
         )
 
 
