@@ -153,15 +153,13 @@ def test_a_call_that_only_one_sample_can_make(ranks):
 
 
 class Choosy(MadeUpTransformer):
-    """May be told how many tokens to expect, or be given a bias for every one of them, or a node of a tree."""
+    """May be told how many tokens to expect, or be given a node of a tree."""
 
-    def forward(self, hidden_states, encoder_hidden_states, timestep, expected=None, bias=None, node=None):
+    def forward(self, hidden_states, encoder_hidden_states, timestep, expected=None, node=None):
         if node is not None:
             encoder_hidden_states = encoder_hidden_states * node.children[0].parent.scale
         if expected is not None and hidden_states[0, 0].numel() != expected:
             raise ValueError(f"{hidden_states[0, 0].numel()} tokens are not {expected}")
-        if bias is not None:
-            encoder_hidden_states = encoder_hidden_states + bias.mean(dim=1, keepdim=True)
         return super().forward(hidden_states, encoder_hidden_states, timestep)
 
 
@@ -178,10 +176,6 @@ def choosy(extra):
 def test_a_call_is_looked_at_as_it_is(ranks):
     """Nothing of it is made smaller: the model would refuse another number of tokens."""
     assert max(ranks(2).run(choosy, {"expected": 63})) <= 1e-5
-
-
-def test_an_argument_nobody_knows_goes_with_the_call(ranks):
-    assert max(ranks(2).run(choosy, {"bias": torch.ones(2, 63, 10)})) <= 1e-5
 
 
 class Node:
