@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,6 @@ from ditmesh.attention.kernels import attend_with_lse_reference, backends, local
 from ditmesh.attention.kernels import lse as torch_lse
 from ditmesh.errors import ConfigError, DitmeshError, LayoutError
 from support.models import RAGGED, inputs, relative_error, run, tiny
-from support.pipelines import arguments, draw, flux
 from support.sample import sampled
 
 TOLERANCE = 1e-5
@@ -42,76 +41,11 @@ def attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool)
     return out.transpose(1, 2).contiguous(), lse
 
 
-def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
-    assert dropout_p == 0
-    assert window_size == (-1, -1)
-    CALLS.append(("flash", {"q": q.shape, "k": k.shape, "scale": softmax_scale}))
-    out, lse = attended(q, k, v, softmax_scale, causal)
-    return (out, lse, None) if return_attn_probs else out
-
-
-def flash_attn_3_func(
-    q,
-    k,
-    v,
-    softmax_scale=None,
-    causal=False,
-    qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    sm_margin=0,
-    return_attn_probs=False,
-):
-    CALLS.append(("_flash_3", {"q": q.shape, "k": k.shape, "scale": softmax_scale}))
-    out, lse = attended(q, k, v, softmax_scale, causal)
-    return (out, lse) if return_attn_probs else out
-
-
-def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
-):
-    """Tensors (all tokens, H, D); the LSE is (H, all queries), and +inf for a query without a key."""
-    CALLS.append(("flash_varlen", {"q": q.shape, "k": k.shape, "scale": softmax_scale}))
-    out, lse = attended_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal)
-    return (out, lse, None) if return_attn_probs else out
-
-
 def attended_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal) -> tuple[Tensor, Tensor]:
-    """Of samples one after the other, (all tokens, H, D): the output, and the LSE (H, all queries)."""
+    """Of samples one after the other, (all tokens, H, D): the output, and the LSE (H, all queries).
+
+    The LSE is +inf for a query without a key.
+    """
     outs, found = [], []
     for q_start, q_end, k_start, k_end in zip(
         cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:], strict=True
@@ -123,35 +57,62 @@ def attended_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal) -> tuple
     return torch.cat(outs), torch.cat(found, dim=1)
 
 
-def flash_attn_3_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    seqused_q=None,
-    seqused_k=None,
-    softmax_scale=None,
-    causal=False,
-    qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    sm_margin=0,
-    return_attn_probs=False,
-):
-    assert max_seqlen_q == (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max()
-    CALLS.append(("_flash_varlen_3", {"q": q.shape, "k": k.shape, "scale": softmax_scale}))
-    out, lse = attended_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal)
-    return (out, lse) if return_attn_probs else out
+# Parameters that diffusers may set; all others have to be left at their defaults.
+SET = {"q", "k", "v", "softmax_scale", "sm_scale", "return_attn_probs", "return_lse", "deterministic", "kwargs"}
+SET |= {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "tensor_layout"}
+
+
+def stand_in(name: str, parameters: str, behind: tuple[Any, ...] = (), options: Iterable[str] = ()) -> Any:
+    """A package's function with these parameters, for tensors (B, S, H, D), or packed ones with ``cu_seqlens``.
+
+    Args:
+        behind: what it returns behind the LSE.
+        options: further keywords that it takes, which diffusers leaves alone.
+    """
+    bound: Any = eval(f"lambda {parameters}: locals()")
+    defaults = {one.name: one.default for one in inspect.signature(bound).parameters.values()}
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = bound(*args, **kwargs)
+        scale, causal = given.get("softmax_scale", given.get("sm_scale")), given.get("causal", given.get("is_causal"))
+        assert all(value == defaults[one] for one, value in given.items() if one not in SET), given
+        assert given.get("tensor_layout", "NHD") == "NHD"
+        assert not given.get("kwargs", {}).keys() - {*options}
+        q, k, v = given["q"], given["k"], given["v"]
+        CALLS.append((name, {"q": q.shape, "k": k.shape, "scale": scale}))
+        if "cu_seqlens_q" in given:
+            starts = given["cu_seqlens_q"], given["cu_seqlens_k"]
+            assert given["max_seqlen_q"] == (starts[0][1:] - starts[0][:-1]).max()
+            out, lse = attended_packed(q, k, v, *starts, scale, causal)
+        else:
+            out, lse = attended(q, k, v, scale, causal)
+        return (out, lse, *behind) if given.get("return_attn_probs") or given.get("return_lse") else out
+
+    return function
+
+
+FLASH = "window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False"
+FLASH_3 = "causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), "
+FLASH_3 += "attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, "
+FLASH_3 += "return_attn_probs=False"
+PACKED = "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+SAGE = "q, k, v, tensor_layout='HND', is_causal=False, sm_scale=None, return_lse=False, **kwargs"
+
+flash_attn_func = stand_in("flash", f"q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, {FLASH}", (None,))
+flash_attn_varlen_func = stand_in(
+    "flash_varlen", f"{PACKED} dropout_p=0.0, softmax_scale=None, causal=False, {FLASH}, block_table=None", (None,)
+)
+flash_attn_3_func = stand_in("_flash_3", f"q, k, v, softmax_scale=None, {FLASH_3}")
+flash_attn_3_varlen_func = stand_in(
+    "_flash_varlen_3", f"{PACKED} seqused_q=None, seqused_k=None, softmax_scale=None, {FLASH_3}"
+)
+aiter_flash_attn_func = stand_in(
+    "aiter_fa2",
+    "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1, 0), bias=None, alibi_slopes=None, "
+    "deterministic=True, return_lse=False, return_attn_probs=False",
+)
+sageattn = stand_in("sage", SAGE)
+sageattn_varlen = stand_in("sage_varlen", f"{PACKED} is_causal=False, sm_scale=None, smooth_k=True, **kwargs")
 
 
 def flash_attn_4_func(
@@ -161,65 +122,6 @@ def flash_attn_4_func(
     assert not kwargs
     CALLS.append(("flash_4", {"q": q.shape, "k": k.shape, "scale": softmax_scale}))
     return attended(q, k, v, softmax_scale, causal)[0], None
-
-
-def aiter_flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1, 0),
-    bias=None,
-    alibi_slopes=None,
-    deterministic=True,
-    return_lse=False,
-    return_attn_probs=False,
-):
-    assert dropout_p == 0
-    CALLS.append(("aiter_fa2", {"q": q.shape, "k": k.shape, "scale": softmax_scale}))
-    out, lse = attended(q, k, v, softmax_scale, causal)
-    return (out, lse) if return_lse else out
-
-
-def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
-    assert tensor_layout == "NHD"
-    assert not kwargs
-    CALLS.append(("sage", {"q": q.shape, "k": k.shape, "scale": sm_scale}))
-    out, lse = attended(q, k, v, sm_scale, is_causal)
-    return (out, lse) if return_lse else out
-
-
-def sageattn_of(name: str, **options: Any) -> Callable[..., Any]:
-    """One of SageAttention's functions for a kind of GPU, whose further ``options`` diffusers leaves alone."""
-
-    def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
-        assert tensor_layout == "NHD"
-        assert not kwargs.keys() - options.keys()
-        CALLS.append((name, {"q": q.shape, "k": k.shape, "scale": sm_scale}))
-        out, lse = attended(q, k, v, sm_scale, is_causal)
-        return (out, lse) if return_lse else out
-
-    return sageattn
-
-
-def sageattn_varlen(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    is_causal=False,
-    sm_scale=None,
-    smooth_k=True,
-    **kwargs,
-):
-    assert not kwargs
-    CALLS.append(("sage_varlen", {"q": q.shape, "k": k.shape, "scale": sm_scale}))
-    return attended_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sm_scale, is_causal)[0]
 
 
 def sageattn3_blackwell(q, k, v, attn_mask=None, is_causal=False, per_block_mean=True, **kwargs):
@@ -374,7 +276,10 @@ STAND_INS = {
     "sage_varlen": {"_CAN_USE_SAGE_ATTN": True, "sageattn_varlen": sageattn_varlen},
     "_native_npu": {"_CAN_USE_NPU_ATTN": True, "npu_fusion_attention": npu_fusion_attention},
     "_native_xla": {"_CAN_USE_XLA_ATTN": True, "xla_flash_attention": xla_flash_attention},
-    **{name: {"_CAN_USE_SAGE_ATTN": True, name.replace("_sage_", "sageattn_"): sageattn_of(name)} for name in SAGE_QK},
+    **{
+        name: {"_CAN_USE_SAGE_ATTN": True, name.replace("_sage_", "sageattn_"): stand_in(name, SAGE, (), SAGE_QK[name])}
+        for name in SAGE_QK
+    },
 }
 WITH_LSE = [
     *("flash", "_flash_3", "sage", "flash_hub", "_flash_3_hub", "sage_hub", "flash_varlen_hub"),
@@ -638,32 +543,6 @@ def block_mask() -> str:
 def test_sparse_masks_are_refused_by_name(ranks):
     for said in ranks(2).run(block_mask):
         assert "a mask of type BlockMask (backend 'flex')" in said
-
-
-def on_one_rank(rank: int) -> str:
-    pipe = flux()
-    with installed("_native_math"), ditmesh.parallelized(pipe, {"ulysses": 2}):
-        draw(pipe, arguments("flux", [1]))
-        if rank == 1:
-            pipe.transformer.set_attention_backend("_native_math")
-        try:
-            draw(pipe, arguments("flux", [1]))
-        except DitmeshError as error:
-            return str(error)
-        finally:
-            pipe.transformer.reset_attention_backend()
-    return ""
-
-
-def as_rank() -> str:
-    import torch.distributed as dist
-
-    return on_one_rank(dist.get_rank())
-
-
-def test_a_backend_that_is_set_on_one_rank_only(ranks):
-    for said in ranks(2).run(as_rank):
-        assert "the ranks disagree on transformer settings (rank 1 differs from rank 0): attention backend" in said
 
 
 # --- bits ------------------------------------------------------------------------------------------------------------

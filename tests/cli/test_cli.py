@@ -522,3 +522,9 @@ def test_help_does_not_wait_for_torch() -> None:
     assert done.returncode == 0
     assert done.stderr.strip() == "[]"
     assert "generate" in done.stdout
+
+
+def test_layout_shows_the_layout(capsys):
+    assert run("layout", "--json") == 0
+    (region,) = json.loads(capsys.readouterr().out)["layout"]["regions"]
+    assert region["blocks"] == "transformer_blocks"

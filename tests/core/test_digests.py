@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 
 from ditmesh.core import digests
-from ditmesh.core.digests import tensor_contents, tensor_digest
+from ditmesh.core.digests import tensor_digest
 from ditmesh.core.values import Values, as_bytes, seen
 
 
@@ -57,36 +55,14 @@ def _last_bit(tensor):
     tensor.view(-1).view(torch.uint8)[0] ^= 1
 
 
-@pytest.mark.parametrize("sums", [False, True], ids=["in host memory", "as on an accelerator"])
 @pytest.mark.parametrize("change", [_swap, _flip_two_signs, torch.neg_, _last_bit])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_contents_tell_of_any_change(sums, change, dtype):
-    sizes, generator = [3, 4096, 3 * digests.WORDS + 5], torch.Generator().manual_seed(0)
-    tensors = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
-    # Another place in memory that begins between two words, and another order of dimensions.
-    moved = [torch.cat([tensor[:1], tensor])[1:] for tensor in tensors]
-
-    def contents(of):
-        if not sums:
-            return tensor_contents(of)
-        return [(tuple(one.shape), one.dtype, digests._content_sum(one).item()) for one in of]
-
-    before = contents(tensors)
-    assert contents(moved) == before
-    assert len({str(content) for content in contents([tensors[1], tensors[1].view(64, 64).T])}) == 2
-    for number, tensor in enumerate(tensors):
-        change(tensor)
-        changed = contents(tensors)
-        assert [one == other for one, other in zip(changed, before, strict=True)] == [
-            other != number for other in range(len(tensors))
-        ]
-        before = changed
-
-
-def test_contents_of_an_accelerator_wait_once():
-    tensors = [torch.randn(5), torch.zeros(0), torch.randn(3, 4)]
-    with mock.patch.object(digests, "HOST", ()):
-        sums = tensor_contents(tensors)
-        assert sums == tensor_contents([tensor.clone() for tensor in tensors])
-        assert sums[0] != tensor_contents([tensors[0] + 1])[0]
-    assert [len(content) for content in sums] == [4, 3, 4]
+def test_digests_tell_of_any_change(change, dtype):
+    generator = torch.Generator().manual_seed(0)
+    for size in (3, 4096, 3 * digests.WORDS + 5):
+        tensor = torch.randn(size, generator=generator).to(dtype)
+        # Another place in memory that begins between two words.
+        assert tensor_digest(torch.cat([tensor[:1], tensor])[1:]) == tensor_digest(tensor)
+        changed = tensor.clone()
+        change(changed)
+        assert tensor_digest(changed) != tensor_digest(tensor)

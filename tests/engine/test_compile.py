@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import ditmesh
 from support.models import RAGGED, inputs, relative_error, run, tiny
@@ -79,25 +78,3 @@ def test_the_compiler_knows_that_attention_is_no_part_of_a_cuda_graph() -> None:
     import ditmesh.core.intercept  # noqa: F401
 
     assert torch.Tag.cudagraph_unsafe in torch.ops.ditmesh.attend.default.tags
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_operator_has_attentions_gradient(masked):
-    """For blocks that a caller compiles and trains while another model of the process is parallel."""
-    q, k, v = (torch.randn(2, 4, length, 8, requires_grad=True) for length in (9, 7, 7))
-    mask = torch.randn(9, 7) if masked else None
-    call = (q, k, v, mask, 0.0, False, 0.3, False, None)
-    torch.library.opcheck(torch.ops.ditmesh.attend.default, call)
-    out = torch.ops.ditmesh.attend(*call)
-    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
-    for found, true in zip(
-        torch.autograd.grad(out.sin().sum(), (q, k, v)), torch.autograd.grad(want.sin().sum(), (q, k, v)), strict=True
-    ):
-        torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("dropout", "bias", "reason"), [(0.1, False, "dropout_p=0.1"), (0.0, True, "its mask")])
-def test_the_operator_refuses_what_has_no_gradient(dropout, bias, reason):
-    q, k, v = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3))
-    with pytest.raises(ditmesh.LayoutError, match=reason):
-        torch.ops.ditmesh.attend(q, k, v, torch.zeros(3, 3, requires_grad=bias), dropout, False, None, False, None)

@@ -98,7 +98,7 @@ def together(folder: str, breaks: str = "") -> dict[str, Any]:
             weight.add_(1)
     dist.barrier()
     found["written"] = float((weight - before).abs().max().detach())
-    again = digests.WeightDigests(pipe).look(ranks=(rank, gather_objects))
+    again = digests.WeightDigests(pipe).look(gather=gather_objects)
     every = gather_objects({name: value for name, (value, _) in again.items()})
     found["differ"] = [name for name in again if every[0][name] != every[1][name]]
     found["first"] = f"transformer.{next(iter(dict(pipe.transformer.named_parameters())))}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh.core.gpus import ALLOCATOR, CUBLAS, SETTINGS, bind_near_gpu, gpu_facts, settle_before_cuda
+from ditmesh.core.gpus import ALLOCATOR, CUBLAS, SETTINGS, gpu_facts, settle_before_cuda
 from ditmesh.launch import devices, ray
 from ditmesh.launch.hardware import environment
 from ditmesh.strategies.determinism import deterministic, refuse_unlike
@@ -91,29 +89,3 @@ def test_reproducible_mode_refuses_unlike_gpus(monkeypatch: pytest.MonkeyPatch) 
     refuse_unlike(found[:2])
     with pytest.raises(ditmesh.ConfigError, match="rank 0 has multiprocessors 132, and rank 2 multiprocessors 114"):
         refuse_unlike(found)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not bind threads")
-@pytest.mark.parametrize(
-    ("near", "allowed", "bound"),
-    [
-        ("0-1,4-5", {0, 1, 2, 3}, {0, 1}),
-        # Nothing to choose from: a container on the other socket, and a host with one.
-        ("8-15", {0, 1}, None),
-        ("0-3", {0, 1}, None),
-        (None, {0, 1}, None),
-    ],
-)
-def test_a_rank_stays_on_processors_beside_its_gpu(
-    near: str | None, allowed: set[int], bound: set[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
-    if near is not None:
-        (tmp_path / "0000:3b:00.0").mkdir()
-        (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text(near + "\n")
-    found: list[set[int]] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: found.append(cpus))
-    bind_near_gpu(torch.device("cuda", 0), tmp_path)
-    assert found == ([] if bound is None else [bound])

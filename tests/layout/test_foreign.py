@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import ditmesh
-from ditmesh.attention import kernels
 from ditmesh.core.arguments import Arguments
 from ditmesh.layout.derive import derive_layout
 from ditmesh.layout.forms import holds_tensors, objects_in
-from ditmesh.layout.types import Fold, TokenLayout
+from ditmesh.layout.types import Fold
 from ditmesh.train import reduce_gradients
 from support.foreign import (
     WIDTH,
@@ -65,7 +63,6 @@ def test_calls_on_two_ranks(ranks, config):
     [
         {"ring": 2, "text": "replicate"},
         {"ring": 2, "exchange": "displaced", "warmup": "fixed(9)"},
-        {"ulysses": 2, "reproducible": True},
     ],
     ids=str,
 )
@@ -137,34 +134,16 @@ def gradients(config):
     return found
 
 
-def written_again(config):
-    """What torch says of blocks that write to their tokens and are to run again."""
-    model, call = ForeignImage(), image_call()
-    model.checkpointing = True
-    with ditmesh.parallelized(model, config):
-        run(model, call)
-        with pytest.raises(RuntimeError) as refused:
-            model(**call).square().mean().backward()
-    return str(refused.value)
-
-
-def test_blocks_that_write_to_their_tokens_do_not_run_again(ranks):
-    for sentence in ranks(2).run(written_again, {"ring": 2}):
-        assert "modified by an inplace operation" in sentence
-
-
 def test_gradients_of_tokens_along_several_dimensions(ranks):
     for found in ranks(2).run(gradients, {"ring": 2}):
         assert max(found) < 1e-4
 
 
-def test_the_layout_of_a_film(tmp_path):
+def test_the_layout_of_a_film():
     layout = derive_layout(ForeignFilm(extra=True), film_call(each=True))[1]
     (region,) = layout.regions
     assert region.folds == (Fold("x", 1, 3, (0,)), Fold("emb", 1, 1), Fold("extra", 1, 3))
     assert {cut.arg: cut.dim for cut in region.cuts} == {"emb": 1, "rope": 2, "extra": 1}
-    layout.save(tmp_path / "layout.json")
-    assert TokenLayout.read(tmp_path / "layout.json") == layout
 
 
 class GridBlock(FilmBlock):
@@ -265,16 +244,6 @@ def putting(given):
     return {**given, "patches": {"double": [patch]}}
 
 
-def replacing(given):
-    store = {}
-
-    def patch(img, _):
-        store["kept"] = img * 2
-        return img
-
-    return {**given, "patches": {"double": [patch]}}
-
-
 def keeping(given):
     store = []
 
@@ -301,7 +270,6 @@ def adding(given):
         (mixing, r"double_blocks\.0: tokens of 'img' change other tokens"),
         (putting, r"double_blocks\.0 puts a tensor into its argument 'transformer_options\.kept'"),
         (keeping, r"double_blocks\.0 keeps what it has made of its tokens in something outside"),
-        (replacing, r"double_blocks\.0 keeps what it has made of its tokens in something outside"),
         (adding, r"double_blocks\.0 writes to a tensor \(32,\) that it was not given"),
     ],
 )
@@ -372,86 +340,9 @@ def test_what_no_block_shows_is_caught_by_a_check(ranks):
         assert "Remembering was compared with one device (check=True)" in sentence
 
 
-def checked():
-    model, call = calls()["film"]
-    truth = run(model, call)
-    ditmesh.parallelize(model, {"ring": 2}, check=True)
-    try:
-        return relative_error(run(model, call), truth)
-    finally:
-        ditmesh.restore(model)
-
-
-def test_a_right_call_passes_the_check(ranks):
-    assert max(ranks(2).run(checked)) < 1e-5
-
-
 def test_a_check_with_cut_weights_is_refused():
     with pytest.raises(ditmesh.ConfigError, match="no rank has all weights"):
         ditmesh.parallelize(ForeignImage(), {"tensor": 2}, check=True)
-
-
-# --- attention through a function of the caller --------------------------------------------------------------
-
-
-def spelt_out(q, k, v, mask, scale):
-    """Attention of the caller's own, with its log-sum-exp."""
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores if mask is None else scores + mask
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
-
-
-def through(config, with_lse, mask):
-    """Error of a call with attention through the caller's function, and how often that was called; or a refusal."""
-    asked = []
-
-    def function(q, k, v, mask, scale):
-        asked.append(q.shape[2])
-        # What it calls is its own business.
-        assert F.scaled_dot_product_attention(q, k, v).shape == q.shape
-        return spelt_out(q, k, v, mask, scale)[0]
-
-    def lse(*call):
-        asked.append(call[0].shape[2])
-        return spelt_out(*call)
-
-    kernels.register(kernels.function_kernel("callers", function, lse if with_lse else None, masks=mask != "refused"))
-    model, call = calls()["mask" if mask else "image"]
-    truth = run(model, call)
-    try:
-        with ditmesh.parallelized(model, {**config, "attention": "callers"}):
-            error = relative_error(run(model, call), truth)
-            asked.clear()
-            return max(error, relative_error(run(model, call), truth)), len(asked)
-    except (ditmesh.ConfigError, ditmesh.LayoutError) as error:
-        return str(error), 0
-    finally:
-        kernels.unregister("callers")
-
-
-@pytest.mark.parametrize(
-    ("config", "with_lse", "mask", "said"),
-    [
-        ({"ulysses": 2}, False, "taken", ""),
-        ({"ring": 2}, True, "taken", ""),
-        ({"ring": 2}, False, "", "attention='callers' does not return the log-sum-exp"),
-        ({"ulysses": 2}, False, "refused", "attention='callers' does not support queries"),
-        ({"ulysses": 2, "reproducible": True}, False, "", "does not promise the same bits"),
-    ],
-)
-def test_a_function_of_the_caller_as_kernel(ranks, config, with_lse, mask, said):
-    for found, asked in ranks(2).run(through, config, with_lse, mask):
-        if said:
-            assert said in found
-        else:
-            assert found < 1e-5
-            assert asked == (4 if "ulysses" in config else 8)
-
-
-def test_ditmeshs_own_kernels_stay():
-    with pytest.raises(ditmesh.ConfigError, match="stays"):
-        kernels.unregister("native")
-    kernels.unregister("none of this name")
 
 
 class LeavesText(torch.nn.Module):

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from unittest import mock
 
-import diffusers
 import pytest
 import torch
 from torch import nn
 
 import ditmesh
-from ditmesh.attention import masks
-from ditmesh.core.arguments import MISSING, Arguments, parameter_names
-from ditmesh.core.partition import Partition
+from ditmesh.core.arguments import MISSING, Arguments, covers, parameter_names
 from ditmesh.layout import LOCAL, Cut, Region, Stream, TokenLayout, joint, known_models, layout_of
 from ditmesh.layout.conventions import Size
-from ditmesh.layout.derive import derive_layout
-from ditmesh.layout.probe import layout_differences, probe
+from ditmesh.layout.probe import probe
 from ditmesh.strategies.token_mixers import MIXER_RULES
-from support.models import MAKERS, RAGGED, inputs, run, sizes, tiny
+from support.models import MAKERS, RAGGED, inputs, run, tiny
 
 # Their blocks mix tokens in ways that only a person can describe well.
 NOT_PROBED = {"Sana": r"ff\.conv_depth \(Conv2d\)"}
@@ -27,11 +23,42 @@ NOT_PROBED = {"Sana": r"ff\.conv_depth \(Conv2d\)"}
 OTHERWISE = ("Latte",)
 
 
+def of_region(ours, probed):
+    """The parts of a list of blocks that a probe has seen and that a reviewed layout says otherwise, or not at all."""
+    attention = tuple(replace(call, unless=None, only_if=None) for call in ours.attention[: len(probed.attention)])
+    for name, mine, its in (
+        ("streams", ours.streams, probed.streams),
+        ("chained", ours.chained, probed.chained),
+        ("attention", attention, probed.attention),
+    ):
+        if mine != its:
+            yield name
+    for cut in probed.cuts:
+        same = [other for other in ours.cuts if other.arg == cut.arg and other.ndim in (None, cut.ndim)]
+        if any((other.dim, other.tokens) != (cut.dim, cut.tokens) for other in same) or not (
+            same or any(covers(other.arg, cut.arg) for other in ours.cuts)
+        ):
+            yield cut.arg
+    known = (*ours.whole, *(cut.arg for cut in ours.cuts))
+    yield from (path for path in probed.whole if not any(covers(name, path) for name in known))
+    yield from (path for path in probed.local if path not in ours.local)
+    yield from (count.arg for count in probed.counts if count not in ours.counts)
+
+
+def differences(reviewed, probed):
+    """As `of_region`, of a layout; it may know arguments that the probe's inputs do not bring up."""
+    found = [path for path in probed.unbatched if not any(covers(name, path) for name in reviewed.unbatched)]
+    found += [path for path in probed.listed if path not in reviewed.listed]
+    ours, theirs = ({region.blocks: region for region in layout.regions} for layout in (reviewed, probed))
+    found += sorted(ours.keys() ^ theirs.keys())
+    return [*found, *(what for blocks in ours if blocks in theirs for what in of_region(ours[blocks], theirs[blocks]))]
+
+
 @pytest.mark.parametrize("name", [name for name in MAKERS if name not in (*NOT_PROBED, *OTHERWISE)])
 def test_probe_agrees_with_the_reviewed_layout(name):
     model = tiny(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    assert layout_differences(layout_of(model), probe(model)) == []
+    assert differences(layout_of(model), probe(model)) == []
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -41,29 +68,29 @@ def test_probe_says_what_it_cannot_describe(name):
         probe(tiny(name))
 
 
-def test_differences_sees_every_part():
-    """The comparison above can fail: each kind of wrong layout is noticed."""
-    probed = probe(tiny("Flux"))
-    right = layout_of(tiny("Flux"))
+def test_a_probe_sees_what_a_call_does_not():
+    """The comparison above can fail: each kind of wrong layout is noticed, with right sizes, too."""
+    probed, right = probe(tiny("Flux")), layout_of(tiny("Flux"))
     first, second = right.regions
-    text_first = tuple(dataclasses.replace(s, out=1 - s.out) for s in first.streams)
-    wrong = {
-        "streams": dataclasses.replace(first, streams=text_first),
-        "attention": dataclasses.replace(first, attention=(joint("image", "text"),)),
-        "image_rotary_emb.0": dataclasses.replace(first, cuts=first.cuts[1:]),
-        "dim=1": dataclasses.replace(first, cuts=(Cut("image_rotary_emb.0", 1, ("text", "image")), *first.cuts[1:])),
-        "temb": dataclasses.replace(first, whole=()),
-    }
-    for expected, region in wrong.items():
-        found = layout_differences(dataclasses.replace(right, regions=(region, second)), probed)
-        assert len(found) == (2 if expected == "image_rotary_emb.0" and len(found) == 2 else 1)
-        assert expected in found[0]
-    batched = layout_differences(dataclasses.replace(right, unbatched=("img_ids",)), probed)
-    assert len(batched) == 1
-    assert "'txt_ids'" in batched[0]
-    unchained = dataclasses.replace(second, chained=False)
-    assert "chained" in layout_differences(dataclasses.replace(right, regions=(first, unchained)), probed)[0]
-    assert "only in the probed" in layout_differences(dataclasses.replace(right, regions=(first,)), probed)[0]
+    text_first = tuple(replace(stream, out=1 - stream.out) for stream in first.streams)
+    other_dim = replace(first.cuts[0], dim=1), *first.cuts[1:]
+    for expected, changed in {
+        "streams": replace(first, streams=text_first),
+        "attention": replace(first, attention=(joint("image", "text"),)),
+        "image_rotary_emb.0": replace(first, cuts=other_dim),
+        "temb": replace(first, whole=()),
+    }.items():
+        assert differences(replace(right, regions=(changed, second)), probed) == [expected]
+    assert differences(replace(right, unbatched=("img_ids",)), probed) == ["txt_ids"]
+    assert differences(replace(right, regions=(first, replace(second, chained=False))), probed) == ["chained"]
+    assert differences(replace(right, regions=(first,)), probed) == ["single_transformer_blocks"]
+    local = replace(first, attention=(LOCAL,))
+    assert differences(replace(right, regions=(local, second)), probed) == ["attention"]
+    film = layout_of(tiny("HunyuanVideo I2V"))
+    last = [replace(region, counts=tuple(replace(c, part="last") for c in region.counts)) for region in film.regions]
+    probed = probe(tiny("HunyuanVideo I2V"))
+    assert {count.part for region in probed.regions for count in region.counts} == {"first"}
+    assert set(differences(replace(film, regions=tuple(last)), probed)) == {"num_tokens"}
 
 
 def test_every_tiny_model_has_a_reviewed_layout():
@@ -97,7 +124,7 @@ def test_a_model_that_cannot_be_probed_is_refused_with_reasons():
         def forward(self, hidden_states, secret):
             return (self.blocks[0](hidden_states) + secret,)
 
-    with pytest.raises(ditmesh.LayoutError, match=r"Strange has no reviewed token layout.*secret.*Write a layout"):
+    with pytest.raises(ditmesh.LayoutError, match=r"Strange has no reviewed token layout.*secret.*write a layout"):
         probe(Strange())
     with (
         ditmesh.parallelized(Strange(), {"reproducible": True}) as model,
@@ -106,24 +133,8 @@ def test_a_model_that_cannot_be_probed_is_refused_with_reasons():
         model(torch.ones(1, 4), torch.ones(1))
 
 
-def lumina():
-    return diffusers.LuminaNextDiT2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=4,
-        hidden_size=48,
-        num_layers=2,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        multiple_of=16,
-        cross_attention_dim=16,
-    )
-
-
 def test_a_refusal_names_what_is_missing():
     """One argument or width in one sentence, never an AttributeError of the probe itself."""
-    with pytest.raises(ditmesh.LayoutError, match="its config has no attention_head_dim, without which the probe"):
-        probe(lumina())
     sound = tiny("StableAudio")
     for key in ("cross_attention_input_dim", "cross_attention_dim"):
         assert key in sound.config
@@ -188,9 +199,7 @@ LAYOUT = TokenLayout(
     model="Tokens",
     regions=(Region("blocks", (Stream("image", "hidden_states"),), attention=(joint("image"),)),),
 )
-COMPLETE = dataclasses.replace(
-    LAYOUT, regions=(dataclasses.replace(LAYOUT.regions[0], cuts=(Cut("bias", 1, ("image",)),)),)
-)
+COMPLETE = replace(LAYOUT, regions=(replace(LAYOUT.regions[0], cuts=(Cut("bias", 1, ("image",)),)),))
 
 
 def strict(argument, layout, is_strict=True):
@@ -220,62 +229,7 @@ def test_a_planned_argument_is_cut(ranks):
     assert all(error < 1e-6 for error in ranks(2).run(strict, "bias", COMPLETE))
 
 
-def one_cut_missing():
-    """Flux without its rotary tables planned: never a silent wrong picture."""
-    layout = layout_of(tiny("Flux"))
-    bare = tuple(dataclasses.replace(region, cuts=region.cuts[2:]) for region in layout.regions)
-    with ditmesh.parallelized(tiny("Flux"), {"ulysses": 2}, layout=dataclasses.replace(layout, regions=bare)):
-        try:
-            run(tiny("Flux"), inputs("Flux", RAGGED))
-        except ditmesh.LayoutError as error:
-            return str(error)
-
-
-def test_missing_rotary_cut_is_named(ranks):
-    for message in ranks(2).run(one_cut_missing):
-        assert "transformer_blocks.0: argument 'image_rotary_emb.0'" in message
-        assert "text" in message
-        assert "image" in message
-
-
 # --- what some layouts need besides ------------------------------------------------------------------------------
-
-
-def without_count():
-    """HunyuanVideo's image-to-video model with its count of first-frame tokens passed on as it is."""
-    from support.parity import parity
-
-    layout = layout_of(tiny("HunyuanVideo I2V"))
-    bare = tuple(
-        dataclasses.replace(region, counts=(), whole=(*region.whole, "num_tokens")) for region in layout.regions
-    )
-    patch = pytest.MonkeyPatch()
-    patch.setattr("ditmesh.engine.api.find_layout", lambda _: dataclasses.replace(layout, regions=bare))
-    error = parity("HunyuanVideo I2V", {"ulysses": 3}, sizes("HunyuanVideo I2V")["B=1"])["error"]
-    patch.undo()
-    return error
-
-
-def test_a_count_of_tokens_must_be_that_of_the_rank(ranks):
-    assert max(ranks(3).run(without_count)) > 1e-3
-
-
-def unreadable_mask():
-    """A mask over pairs of tokens, cut both ways, says nothing of other ranks' tokens."""
-    model, layout = Tokens().eval(), COMPLETE
-    with ditmesh.parallelized(model, {"ring": 2}, layout=layout):
-        handler = ditmesh.engine_of(model).hooks[0].handler
-        tokens = Partition(((10, 10),), names=("image",))
-        band = torch.ones(1, 1, 10, 10, dtype=torch.bool).tril()
-        try:
-            masks.everywhere(band, tokens, tokens, handler.link, range(2))
-        except ditmesh.LayoutError as error:
-            return str(error)
-
-
-def test_a_mask_over_pairs_that_was_cut_is_refused(ranks):
-    for message in ranks(2).run(unreadable_mask):
-        assert "cut along queries and keys, and is no outer product" in message
 
 
 def leaves_undone():
@@ -347,33 +301,3 @@ def test_arguments_beyond_the_named_ones_go_by_position():
     assert arguments.args[2] == 9
     assert arguments.get("*0") is MISSING  # it has a name
     assert arguments.get("*3") is MISSING
-
-
-# --- as files --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [*known_models(), "derived"])
-def test_a_layout_comes_back_from_its_file(name, tmp_path):
-    layout = known_models().get(name)
-    if layout is None:
-        layout = derive_layout(tiny("Flux"), inputs("Flux", RAGGED))[1]
-        assert layout.calls
-    layout.save(tmp_path / "layout.json")
-    assert TokenLayout.read(tmp_path / "layout.json") == layout
-    with pytest.raises(FileExistsError):
-        layout.save(tmp_path / "layout.json")
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "is no token layout"),
-        ("[1]", "is no token layout"),
-        ('{"model": "X", "regions": [{"blocks": 3}]}', "regions.0.blocks"),
-        ('{"model": "X"}', "regions: field required"),
-    ],
-)
-def test_what_is_no_layout_is_said(text, said, tmp_path):
-    (tmp_path / "layout.json").write_text(text)
-    with pytest.raises(ditmesh.InputError, match=said):
-        TokenLayout.read(tmp_path / "layout.json")

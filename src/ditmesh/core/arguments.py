@@ -51,21 +51,25 @@ class Arguments:
     def set(self, path: str, value: Any) -> None:
         """Replace the value at ``path``."""
         head, *rest = path.split(".")
-        self._set_top(head, _replaced(self._top(head), rest, value))
+        changed, position = _replaced(self._top(head), rest, value), self._position(head)
+        if position is None:
+            self.kwargs[head] = changed
+        else:
+            self.args[position] = changed
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         """Every tensor and integer, with its path."""
-        for position, value in enumerate(self.args):
-            yield from _leaves(self.names[position] if position < len(self.names) else f"*{position}", value)
-        for name, value in self.kwargs.items():
-            yield from _leaves(name, value)
+        return ((path, value) for path, value in self._values() if _is_leaf(value))
 
     def others(self) -> Iterator[tuple[str, Any]]:
         """Every value that is neither a tensor nor an integer, with its path."""
+        return ((path, value) for path, value in self._values() if not _is_leaf(value))
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
         for position, value in enumerate(self.args):
-            yield from _others(self.names[position] if position < len(self.names) else f"*{position}", value)
+            yield from _inside(self.names[position] if position < len(self.names) else f"*{position}", value)
         for name, value in self.kwargs.items():
-            yield from _others(name, value)
+            yield from _inside(name, value)
 
     def _position(self, name: str) -> int | None:
         if name.startswith("*"):
@@ -78,13 +82,6 @@ class Arguments:
     def _top(self, name: str) -> Any:
         position = self._position(name)
         return self.kwargs.get(name, MISSING) if position is None else self.args[position]
-
-    def _set_top(self, name: str, value: Any) -> None:
-        position = self._position(name)
-        if position is None:
-            self.kwargs[name] = value
-        else:
-            self.args[position] = value
 
 
 @cache
@@ -131,10 +128,6 @@ def fields_of(value: Any) -> dict[str, Any] | None:
     return {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if hasattr(value, one.name)}
 
 
-def _named_items(value: Any) -> Mapping[Any, Any] | None:
-    return value if isinstance(value, dict) else fields_of(value)
-
-
 def with_fields(value: T, changes: Mapping[str, Any]) -> T:
     """A copy of a dataclass, frozen or not, with some fields changed; nothing is computed again from them."""
     made = copy.copy(value)
@@ -175,25 +168,21 @@ def _replaced(container: Any, path: list[str], value: Any) -> Any:
     return items
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Tensor) or (isinstance(value, int) and not isinstance(value, bool)):
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every value that is no container, with its path."""
+    if isinstance(value, Tensor):
         yield path, value
-    elif (items := _named_items(value)) is not None:
+    elif (items := value if isinstance(value, dict) else fields_of(value)) is not None:
         for key, item in items.items():
-            yield from _leaves(f"{path}.{key}", item)
+            yield from _inside(f"{path}.{key}", item)
     elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         for index, item in enumerate(value):
-            yield from _leaves(f"{path}.{index}", item)
-
-
-def _others(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if (items := _named_items(value)) is not None:
-        for key, item in items.items():
-            yield from _others(f"{path}.{key}", item)
-    elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        for index, item in enumerate(value):
-            yield from _others(f"{path}.{index}", item)
-    elif not isinstance(value, Tensor) and (isinstance(value, bool) or not isinstance(value, int)):
+            yield from _inside(f"{path}.{index}", item)
+    else:
         yield path, value
 
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,15 +25,10 @@ WORDS = 1 << 14
 ROWS = 1024
 # Tensors up to this many bytes are hashed on the host: they are cheaper to copy than to sum up.
 SMALL = 4096
-# Types of devices whose memory a hash on the host reads directly.
-HOST = ("cpu",)
 # Bytes of a tensor that is spread over ranks that are looked at together, about.
 PADDED = 1 << 23
 # Of a weight that might have been written to behind torch's back, this many values are looked at.
 SAMPLES = 64
-
-# This rank, and an all-gather of objects.
-_Gathers = tuple[int, Callable[[Any], list[Any]]]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format)
 
@@ -140,45 +135,6 @@ def tensor_digest(tensor: Tensor) -> bytes:
     return state.digest()
 
 
-def tensor_contents(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """For each tensor a value that is equal to an earlier one only if form, type of device and every bit are.
-
-    In host memory the bytes are hashed; on an accelerator they are summed up where they are, with one wait for all
-    tensors: that two contents have the same sum by chance has a probability of about 2^-64.
-    """
-    contents: list[list[Any]] = []
-    sums: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    with torch.no_grad():
-        for number, tensor in enumerate(tensors):
-            content: list[Any] = [type(tensor), tensor.device.type]
-            for path, part in strided_leaves(tensor):
-                content.append((path, tuple(part.shape), part.dtype))
-                if part.is_meta or not part.numel():
-                    continue
-                if part.device.type in HOST:
-                    content.append(hashlib.sha256(memoryview(cast(Any, as_bytes(part).numpy()))).digest())
-                else:
-                    sums.setdefault(part.device, []).append((number, _content_sum(part)))
-            contents.append(content)
-        for of_device in sums.values():
-            values = torch.cat([value for _, value in of_device]).tolist()
-            for (number, _), value in zip(of_device, values, strict=True):
-                contents[number].append(value)
-    return [tuple(content) for content in contents]
-
-
-def _content_sum(tensor: Tensor) -> Tensor:
-    """One number for all bytes of a strided tensor and their places: (1,) int64, where the tensor is."""
-    flat = as_bytes(tensor)
-    if flat.numel() % 8 or flat.data_ptr() % 8:
-        flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
-    words = flat.view(torch.int64)
-    while True:
-        words = _row_sums(words)
-        if words.numel() == 1:
-            return words
-
-
 def digest_of_parts(
     held: Tensor, shape: tuple[int, ...], dim: int, runs: Sequence[tuple[int, int]], add_up: Callable[[Tensor], Tensor]
 ) -> bytes:
@@ -235,25 +191,8 @@ def strided_leaves(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor
     with torch._C.DisableTorchFunctionSubclass():
         tensor = tensor.detach()
         if tensor.is_quantized:
-            path = f"{path}/{tensor.qscheme()}"
-            if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-                path = f"{path} {tensor.q_scale()} {tensor.q_zero_point()}"
-            else:
-                path = f"{path} {tensor.q_per_channel_axis()}"
-                yield f"{path} scales", tensor.q_per_channel_scales()
-                yield f"{path} zero points", tensor.q_per_channel_zero_points()
-            yield path, tensor.int_repr()
-        elif tensor.layout is torch.sparse_coo:
-            yield f"{path}/indices {tuple(tensor.shape)}", tensor._indices()
-            yield f"{path}/values", tensor._values()
-        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            yield f"{path}/rows {tuple(tensor.shape)}", tensor.crow_indices()
-            yield f"{path}/columns", tensor.col_indices()
-            yield f"{path}/values", tensor.values()
-        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            yield f"{path}/columns {tuple(tensor.shape)}", tensor.ccol_indices()
-            yield f"{path}/rows", tensor.row_indices()
-            yield f"{path}/values", tensor.values()
+            yield f"{path}/{tensor.qscheme()} values", tensor.int_repr()
+            yield f"{path}/numbers", tensor.dequantize()
         elif tensor.layout is not torch.strided:
             yield f"{path}/{tensor.layout}", tensor.to_dense()
         else:
@@ -353,19 +292,18 @@ class WeightDigests:
         self.pipe = pipe
         self._known: dict[str, _Digested] = {}
 
-    def look(self, adopt: bool = False, ranks: _Gathers | None = None) -> dict[str, tuple[str, int]]:
+    def look(self, adopt: bool = False, gather: Callable[[Any], list[Any]] | None = None) -> dict[str, tuple[str, int]]:
         """The digest and `id` of every weight, by name.
 
         Args:
             adopt: changed weights are known to be right: they are not hashed, and equal on the ranks that adopt them.
-            ranks: this rank and an all-gather of objects: all ranks look at the same time. Pages that all ranks have in
-                common (`pages_of`) are not read: their digest is that of their place in the file. Of pages that some
-                have in common each hashes a part.
+            gather: an all-gather of objects: all ranks look at the same time. Pages that all ranks have in common
+                (`pages_of`) are not read: their digest is that of their place in the file.
         """
         weights = list(weights_of(self.pipe))
         # Before any page of them is looked at: a table of pages that are not there yet is made at once.
         tensors = [tensor for _, tensor, _ in weights]
-        places = [None] * len(tensors) if ranks is None else pages_of(tensors)
+        places = [None] * len(tensors) if gather is None else pages_of(tensors)
         pages = {id(tensor): place for tensor, place in zip(tensors, places, strict=True) if place is not None}
         before, self._known = self._known, {}
         unread: dict[str, Tensor] = {}
@@ -378,45 +316,29 @@ class WeightDigests:
                 if not value:
                     unread[name] = tensor
             self._known[name] = last
-        read = {} if ranks is None else _read_together(unread, pages, *ranks)
+        common = {} if gather is None else _common_pages(unread, pages, gather)
         for name, tensor in unread.items():
-            value = read.get(name) or _short_digest(tensor)
+            value = common.get(name) or tensor_digest(tensor).hex()[:16]
             self._known[name] = self._known[name]._replace(digest=value)
         return {name: (self._known[name].digest, id(tensor)) for name, tensor, _ in weights}
 
 
-def _short_digest(tensor: Tensor) -> str:
-    return tensor_digest(tensor).hex()[:16]
-
-
-def _read_together(
-    tensors: Mapping[str, Tensor], pages: Mapping[int, Pages], rank: int, gather: Callable[[Any], list[Any]]
+def _common_pages(
+    tensors: Mapping[str, Tensor], pages: Mapping[int, Pages], gather: Callable[[Any], list[Any]]
 ) -> dict[str, str]:
-    """Digests of those tensors that are pages which several ranks have in common. Collective.
+    """Digests of those tensors that are pages which all ranks have in common. Collective.
 
-    What all ranks have in common is the same bytes, so that the place of the pages is compared in place of the bytes;
-    of the others each rank hashes some.
+    They are the same bytes on all ranks, so that the place of the pages is compared in place of the bytes.
     """
     mine = {
         name: (pages[id(one)], tuple(one.shape), str(one.dtype)) for name, one in tensors.items() if id(one) in pages
     }
     every: list[Mapping[str, Any]] = gather(mine)
-    members: dict[tuple[str, Any], list[int]] = {}
-    for number, known in enumerate(every):
-        for item in known.items():
-            members.setdefault(item, []).append(number)
-    # The largest first, each to the rank that has the least so far.
-    work, owners = [0] * len(every), dict[tuple[str, Any], int]()
-    common = (item for item, of in members.items() if len(of) == len(every) > 1)
-    found = {name: hashlib.sha256(repr(place).encode()).hexdigest()[:16] for name, place in common}
-    several = (item for item, of in members.items() if 1 < len(of) < len(every))
-    for item in sorted(several, key=lambda item: (-item[1][0][3], item)):
-        owners[item] = min(members[item], key=lambda number: (work[number], number))
-        work[owners[item]] += item[1][0][3]
-    if owners:
-        done = gather({item: _short_digest(tensors[item[0]]) for item, owner in owners.items() if owner == rank})
-        found |= {item[0]: done[owners[item]][item] for item in mine.items() if item in owners}
-    return found
+    return {
+        name: hashlib.sha256(repr(place).encode()).hexdigest()[:16]
+        for name, place in mine.items()
+        if len(every) > 1 and all(other.get(name) == place for other in every)
+    }
 
 
 def _sign_of(tensor: Tensor, offloaded: bool) -> tuple[Any, ...]:

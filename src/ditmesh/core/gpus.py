@@ -1,12 +1,10 @@
-"""GPUs: what their libraries read once, what decides their bits, and which processors are near them."""
+"""GPUs: what their libraries read once, and what decides their bits."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
@@ -64,31 +62,3 @@ def _cublas() -> str:
         except PackageNotFoundError:
             continue
     return "of the system"
-
-
-def bind_near_gpu(device: torch.device, folder: Path = Path("/sys/bus/pci/devices")) -> None:
-    """Let this thread, and threads it starts, run only on the processors beside a GPU, where the system knows them.
-
-    What the other socket of a host launches, and memory that lies there, reach the GPU over the link between sockets.
-    Within the processors this process may use; none are taken away where there is nothing to choose from.
-    """
-    found = torch.cuda.get_device_properties(device)
-    places = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
-    if sys.platform != "linux" or None in places:
-        return
-    try:
-        text = (folder / "{:04x}:{:02x}:{:02x}.0".format(*places) / "local_cpulist").read_text()
-    except OSError:
-        return
-    mine = os.sched_getaffinity(0)
-    near = mine & set(_numbers(text))
-    if near and near != mine:
-        os.sched_setaffinity(0, near)
-
-
-def _numbers(text: str) -> Iterator[int]:
-    """The numbers of a list as the kernel writes it, such as ``0-3,8``."""
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            yield from range(int(first), int(last or first) + 1)

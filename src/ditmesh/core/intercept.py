@@ -347,10 +347,15 @@ _TAGS: dict[str, Any] = {"tags": (_UNSAFE,)} if _TAGGED else {}
 )
 def _attend_op(*call: Any) -> Tensor:
     handler = _handler.get()
-    out = _plain_attention(call) if handler is None else _handled(handler, *call)
+    query, key, value, *rest, backend = call
+    if handler is not None:
+        out = _handled(handler, *call)
+    elif backend is None:
+        out = original_attention()(query, key, value, **dict(zip(_TAKEN, rest, strict=True)))
+    else:
+        out = call_backend(backend, query, key, value, **dict(zip(_TAKEN, rest, strict=True)))
     # One memory order on every path: the compiler plans for the one `_attend_shape` declares.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    query, _, value, *_ = call
     return out.clone() if out.data_ptr() in (query.data_ptr(), value.data_ptr()) else out
 
 
@@ -358,35 +363,3 @@ def _attend_op(*call: Any) -> Tensor:
 def _attend_shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     batch, heads, length = query.shape[:3]
     return query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
-
-
-def _plain_attention(call: tuple[Any, ...]) -> Tensor:
-    query, key, value, *rest, backend = call
-    given = dict(zip(_TAKEN, rest, strict=True))
-    if backend is None:
-        return original_attention()(query, key, value, **given)
-    return call_backend(backend, query, key, value, **given)
-
-
-def _save_call(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, key, value, attn_mask, dropout_p, *rest = inputs
-    if dropout_p:
-        raise LayoutError(f"compiled attention with dropout_p={dropout_p} has no gradient; leave compile out")
-    if ctx.needs_input_grad[3]:
-        raise LayoutError("compiled attention has no gradient of its mask; leave compile out")
-    ctx.save_for_backward(query, key, value, attn_mask)
-    ctx.rest = (dropout_p, *rest)
-
-
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, attn_mask = ctx.saved_tensors
-    with torch.enable_grad():
-        q, k, v = (tensor.detach().requires_grad_() for tensor in (query, key, value))
-        out = _plain_attention((q, k, v, attn_mask, *ctx.rest))
-    return *torch.autograd.grad(out, (q, k, v), grad), *[None] * 6
-
-
-# Blocks that a caller compiles and trains by itself trace the operator while another model of the process is parallel.
-# The attention is computed a second time for the gradient: with keys and values of this rank alone, as blocks that
-# share tokens and have a gradient are never compiled.
-_attend_op.register_autograd(_gradients, setup_context=_save_call)

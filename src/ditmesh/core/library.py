@@ -39,7 +39,9 @@ def _library_class(kind: type, library: str) -> type | None:
             # Classes that torch puts in front (FSDP2's) leave what is computed as it is.
             before = [one for one in kind.__mro__[:number] if one.__module__.partition(".")[0] != "torch"]
             own = {name for one in before for name in vars(one)} - _OWN
-            return None if any(_is_code(getattr(base, name, None)) for name in own) else base
+            members = [getattr(base, name, None) for name in own]
+            code = (property, functools.cached_property)
+            return None if any(callable(one) or isinstance(one, code) for one in members) else base
     return None
 
 
@@ -59,7 +61,7 @@ def is_published(model: nn.Module, lists: Iterable[str]) -> bool:
         lists: paths of the lists of blocks to look at.
     """
     kind = library_class(type(model))
-    if kind is None or not _is_of(_LAYERS, model.forward):
+    if kind is None or not _is_of_layers(model.forward):
         return False
     named = vars(sys.modules[kind.__module__])
     for path in lists:
@@ -76,7 +78,7 @@ def is_published(model: nn.Module, lists: Iterable[str]) -> bool:
                 return False
         for module in blocks.modules():
             processor = getattr(module, "processor", None)
-            if not _is_of(_LAYERS, type(module), module.forward, *([] if processor is None else [type(processor)])):
+            if not _is_of_layers(type(module), module.forward, *([] if processor is None else [type(processor)])):
                 return False
     return True
 
@@ -86,20 +88,15 @@ def is_of_libraries(value: Any) -> bool:
     # A name at hand says most; what it does not say has to be unwrapped.
     if str(getattr(value, "__module__", "")).partition(".")[0] in _LAYERS:
         return True
-    return _is_of(_LAYERS, value)
+    return _is_of_layers(value)
 
 
-def _is_of(packages: frozenset[str], *values: Any) -> bool:
-    """True if classes and functions, without what wraps them, come from one of these packages."""
-    return all(_package(value) in packages for value in values)
-
-
-def _package(value: Any) -> str:
-    value = inspect.unwrap(value)
-    while isinstance(value, functools.partial):
-        value = inspect.unwrap(value.func)
-    return str(getattr(value, "__module__", None) or "").partition(".")[0]
-
-
-def _is_code(value: object) -> bool:
-    return callable(value) or isinstance(value, (property, functools.cached_property))
+def _is_of_layers(*values: Any) -> bool:
+    """True if classes and functions, without what wraps them, come from a library of layers."""
+    for value in values:
+        value = inspect.unwrap(value)
+        while isinstance(value, functools.partial):
+            value = inspect.unwrap(value.func)
+        if str(getattr(value, "__module__", None) or "").partition(".")[0] not in _LAYERS:
+            return False
+    return True

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..core.digests import tensor_contents
+from ..core.digests import tensor_digest
 from ..core.patching import is_patch
 from ..core.request import is_stand_in
 from ..core.values import version_of
@@ -219,7 +219,8 @@ class CopiedModule:
             if read or known is None or known[0] != sign or id(tensor) in named:
                 unread.append(tensor)
             self._read[id(tensor)] = sign, () if known is None else known[1]
-        for tensor, content in zip(unread, tensor_contents(unread), strict=True):
+        for tensor in unread:
+            content = type(tensor), tensor.device.type, tensor_digest(tensor)
             self._read[id(tensor)] = self._read[id(tensor)][0], content
         contents = [self._read[id(tensor)][1] for tensor in tensors.found]
         for state in states:

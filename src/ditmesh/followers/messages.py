@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..comm.mesh import Mesh
 from ..core.alignment import rounded_up
-from ..core.digests import tensor_contents
+from ..core.digests import tensor_digest
 from ..core.values import as_bytes
 from ..errors import InputError, first_line
 
@@ -204,7 +204,7 @@ class CallSender:
                 "a call that is sent to other ranks passes no gradient on to its arguments; call the model under "
                 "torch.no_grad(), or train with ditmesh.train"
             )
-        contents = tensor_contents(tensors.found)
+        contents = [(type(one), one.device.type, tensor_digest(one)) for one in tensors.found]
         facts = []
         for number, (tensor, content) in enumerate(zip(tensors.found, contents, strict=True)):
             near = tensor.device.type == self._mesh.device.type

@@ -91,7 +91,7 @@ class HostedRanks(RankPool):
         meeting = f"rendezvous-{self._meetings}"
         joined: HostedCall[None] = HostedCall()
         others = self._beside(
-            self._join_anew, lambda: joined.take(lambda: join_group(self._settings[0], meeting, binds=False))
+            self._join_anew, lambda: joined.take(lambda: join_group(self._settings[0], meeting))
         )
         if joined.error is not None or not others:
             self._end("the ranks could not meet")

@@ -254,11 +254,9 @@ def check_layout(model: ModelInfo) -> None:
     weights, as every rank will probe it with the real ones.
     """
     if model.transformer_class not in support.support_table():
-        from ..layout import known_models
-        from ..layout.describe import probed_layout
+        from ..layout.describe import layout_of_class
 
-        if model.transformer_class not in known_models():
-            probed_layout(model.transformer_class, model.transformer)
+        layout_of_class(model.transformer_class, model.transformer)
 
 
 def check_config(

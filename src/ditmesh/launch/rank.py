@@ -139,11 +139,10 @@ def _follow_owner(settings: RankSettings) -> None:
     os._exit(1)
 
 
-def join_group(settings: RankSettings, meeting: str, *, binds: bool = True) -> None:
+def join_group(settings: RankSettings, meeting: str) -> None:
     """Join the default process group, after leaving the one there was, with all its subgroups.
 
-    ``meeting`` names the file by which ranks find one another, another one each time. ``binds``: the threads of this
-    process stay near its GPU.
+    ``meeting`` names the file by which ranks find one another, another one each time.
     """
     import torch.distributed as dist
 
@@ -151,10 +150,4 @@ def join_group(settings: RankSettings, meeting: str, *, binds: bool = True) -> N
         dist.destroy_process_group()
     # A file, not a port: nothing to collide with, and no other user of the machine can connect to it.
     rendezvous = (Path(settings.folder) / meeting).as_uri()
-    device = join_default_group(
-        settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous
-    )
-    if device.type == "cuda" and binds:
-        from ..core.gpus import bind_near_gpu
-
-        bind_near_gpu(device)
+    join_default_group(settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous)

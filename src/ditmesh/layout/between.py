@@ -216,28 +216,45 @@ class _ListsInOne:
         region, main = self.regions[0], self.regions[0].main
         dims = {main.name: main.dim} | {f".{c.arg}": c.dim for c in region.cuts if c.tokens == (main.name,)}
         after, _ = self.skeleton(call=arguments.kwargs)
-        first, *later = (self._hit(after[site], self.before[site], dims) for site in self.sites)
+        # By block the tokens with which something differs that it is given. One that does not return the stream shows
+        # nothing of it: the last one may leave it out.
+        hits = []
+        for site in self.sites:
+            old, hit = self.before[site], torch.zeros(self.length, dtype=torch.bool)
+            for name, dim in dims.items():
+                if name in old and len(changed := changed_along(differs(after[site][name], old[name]), dim)) == len(
+                    hit
+                ):
+                    hit |= changed
+            hits.append(hit)
+        first, *later = hits
         late = any(hit.any() for hit in later)
         return late and not first.any() and not any((hit & ~places).any() for hit in later)
-
-    def _hit(self, after: Mapping[str, Tensor], old: Mapping[str, Tensor], dims: Mapping[str, int]) -> Tensor:
-        """The main stream's tokens with which something differs that a block is given."""
-        # A block that does not return the stream shows nothing of it: the last one may leave it out.
-        changed = [changed_along(differs(after[name], old[name]), dim) for name, dim in dims.items() if name in old]
-        fitting = [hit for hit in changed if len(hit) == self.length]
-        return torch.stack(fitting).any(0) if fitting else torch.zeros(self.length, dtype=torch.bool)
 
     def on_own_tokens(self, cuts: Sequence[Cut]) -> list[Region] | None:
         """The lists as a rank can run them on its own tokens; None: it needs all tokens between blocks."""
         beside = [stream.name for stream in self.regions[0].streams[1:] if not stream.replicate]
         # As it is; with the streams beside the first whole on every rank.
         for whole in ([], beside) if beside else ([],):
-            trial = [_whole(region, whole) for region in self.regions]
+            trial = [
+                replace(
+                    region,
+                    streams=tuple(replace(s, replicate=s.replicate or s.name in whole) for s in region.streams),
+                )
+                for region in self.regions
+            ]
             local: set[str] = set()
             if all(self._alike(trial[0], cuts, local, rank) for rank in range(_RANKS)) and not self._leaks(
                 trial[0], cuts
             ):
-                return [_with_local(region, local) for region in trial]
+                return [
+                    replace(
+                        region,
+                        cuts=tuple(cut for cut in region.cuts if cut.arg not in local),
+                        local=(*region.local, *(cut.arg for cut in region.cuts if cut.arg in local)),
+                    )
+                    for region in trial
+                ]
         return None
 
     def _dims(self, region: Region) -> dict[str, int]:
@@ -313,27 +330,13 @@ def _chained(region: Region, skeleton: IdentityBlocks, before: Given, handed: Gi
     sites = [one.site for one in skeleton.ran]
     first = next(site for site in sites if _list_of(site) == region.blocks)
     last = sites[sites.index(first) - 1]
-    same = all(
-        handed.get(first, {}).get(s.name) is handed.get(last, {}).get(s.name)
-        and _equal(before[first].get(s.name), before[last].get(s.name))
-        for s in region.streams
-    )
-    return replace(region, chained=region.chained and same)
 
+    def is_same(name: str) -> bool:
+        given, returned = before[first].get(name), before[last].get(name)
+        equal = given is returned or (given is not None and returned is not None and torch.equal(given, returned))
+        return equal and handed.get(first, {}).get(name) is handed.get(last, {}).get(name)
 
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
-
-
-def _whole(region: Region, names: Sequence[str]) -> Region:
-    streams = (replace(stream, replicate=stream.replicate or stream.name in names) for stream in region.streams)
-    return replace(region, streams=tuple(streams))
-
-
-def _with_local(region: Region, local: set[str]) -> Region:
-    cuts = tuple(cut for cut in region.cuts if cut.arg not in local)
-    found = [cut.arg for cut in region.cuts if cut.arg in local]
-    return replace(region, cuts=cuts, local=(*region.local, *found))
+    return replace(region, chained=region.chained and all(is_same(stream.name) for stream in region.streams))
 
 
 def rereads(skeleton: IdentityBlocks, region: Region) -> bool:
@@ -361,31 +364,23 @@ def rereads(skeleton: IdentityBlocks, region: Region) -> bool:
 
 def _read_after(skeleton: IdentityBlocks, region: Region) -> Region:
     """Corrupt or shorten each secondary stream after the last block; if the output changes, it is read there."""
-    last, main = skeleton.sites(region.blocks)[-1], region.main
+    last = skeleton.sites(region.blocks)[-1]
+
+    def is_read(stream: Stream) -> bool:
+        def spoilt(site: str, name: str, value: Tensor) -> Tensor:
+            return torch.full_like(value, torch.nan) if (site, name) == (last, stream.name) else value
+
+        def halved(site: str, name: str, value: Tensor) -> Tensor:
+            length = max(1, value.shape[stream.dim] // 2)
+            return value.narrow(stream.dim, 0, length) if (site, name) == (last, stream.name) else value
+
+        return not all(map(skeleton.returns_the_same, (spoilt, halved)))
+
     streams = (
-        replace(
-            s,
-            used_after=s.used_after
-            and (s is main or not all(_ignores(skeleton, last, s, edit) for edit in (_spoil, _halve))),
-        )
-        for s in region.streams
+        stream if stream is region.main else replace(stream, used_after=stream.used_after and is_read(stream))
+        for stream in region.streams
     )
     return replace(region, streams=tuple(streams))
-
-
-def _ignores(skeleton: IdentityBlocks, site: str, stream: Stream, edit: Callable[[Tensor, Stream], Tensor]) -> bool:
-    """True if the model returns the same if a block returns something else for a stream."""
-    return skeleton.returns_the_same(
-        lambda at, name, value: edit(value, stream) if (at, name) == (site, stream.name) else value
-    )
-
-
-def _spoil(value: Tensor, _: Stream) -> Tensor:
-    return torch.full_like(value, torch.nan)
-
-
-def _halve(value: Tensor, stream: Stream) -> Tensor:
-    return value.narrow(stream.dim, 0, max(1, value.shape[stream.dim] // 2))
 
 
 def _list_of(site: str) -> str:

@@ -19,18 +19,9 @@ from ..errors import LayoutError
 
 # Config entries that hold the width of `encoder_hidden_states`, most specific first.
 TEXT_WIDTHS = (
-    "cross_attention_input_dim",
-    "caption_channels",
-    "joint_attention_dim",
-    "text_hidden_dim",
-    "text_embed_dim",
-    "cross_attention_dim",
-    "text_dim",
-    "cap_feat_dim",
-    "context_in_dim",
-    "cond_token_dim",
-    "condition_dim",
-    "dit_text_dim",
+    *("cross_attention_input_dim", "caption_channels", "joint_attention_dim", "text_hidden_dim", "text_embed_dim"),
+    *("cross_attention_dim", "text_dim", "cap_feat_dim", "context_in_dim"),
+    *("cond_token_dim", "condition_dim", "dit_text_dim"),
 )
 
 # Forms of latents: images, packed tokens, videos (channels or frames first), sounds, a list of (C, F, H, W).
@@ -73,18 +64,17 @@ class CallVariant:
     masked: Masked = "nothing"
     per_token: bool = False
 
-    def __str__(self) -> str:
-        masks = ", with masks" + f" of {self.masked} tokens" * (self.masked != "nothing")
-        return f"latents as {self.form}{masks * self.optional}{', a timestep per token' * self.per_token}"
-
 
 class _Inputs:
     """Arguments of one size for one model; random ones in the order in which they are asked for."""
 
     def __init__(self, model: Conventions, size: Size, seed: int) -> None:
         self.model, self.way, self.size = model, model.way, size
-        self.entry, self.need, self.patch = model.entry, model.need, model.patch
-        self.generator = torch.Generator().manual_seed(seed)
+        self.entry, self.need, self.generator = model.entry, model.need, torch.Generator().manual_seed(seed)
+        patch = self.entry("patch_size", "all_patch_size") or 1
+        # Rows (and columns) of latents in one row of tokens.
+        patch = patch[-1] if isinstance(patch, (tuple, list)) else patch
+        self.plane = size.rows * patch, size.cols * patch
 
     def noise(self, *shape: int | str) -> Tensor:
         """Random numbers; a name in the shape stands for that entry of the config."""
@@ -105,17 +95,14 @@ class _Inputs:
         """A random tensor for every sample, for models that take lists."""
         return [self.noise(*shape) for _ in range(self.size.batch)] if self.way.form == "list" else None
 
-    def plane(self) -> tuple[int, int]:
-        return self.size.rows * self.patch, self.size.cols * self.patch
-
     def latents(self) -> Tensor:
         channels, frames, tokens = self.entry("in_channels") or 4, self.size.frames, self.size.image
         shapes: dict[Form, tuple[int, ...]] = {
             "bsc": (tokens, channels),
             "bcs": (channels, tokens),
-            "bchw": (channels, *self.plane()),
-            "bcfhw": (channels, frames, *self.plane()),
-            "bfchw": (frames, channels, *self.plane()),
+            "bchw": (channels, *self.plane),
+            "bcfhw": (channels, frames, *self.plane),
+            "bfchw": (frames, channels, *self.plane),
         }
         return self.noise(self.size.batch, *shapes[self.way.form])
 
@@ -174,7 +161,7 @@ class _Inputs:
 # Arguments of a transformer's forward by diffusers' names, and what makes them: None where the model takes none.
 _ARGUMENTS: dict[str, Callable[[_Inputs], Any]] = {
     "hidden_states": lambda i: i.latents(),
-    "x": lambda i: i.listed("in_channels", i.size.frames, *i.plane()),
+    "x": lambda i: i.listed("in_channels", i.size.frames, *i.plane),
     "cap_feats": lambda i: i.listed(i.size.text, "cap_feat_dim"),
     "encoder_hidden_states": lambda i: i.text(),
     "encoder_hidden_states_2": lambda i: i.vectors("text_embed_2_dim", 2),
@@ -207,7 +194,7 @@ _ARGUMENTS: dict[str, Callable[[_Inputs], Any]] = {
     "height": lambda i: i.size.rows,
     "width": lambda i: i.size.cols,
     "audio_num_frames": lambda i: i.size.audio,
-    "padding_mask": lambda i: torch.zeros(1, 1, *i.plane(), device=i.model.device),
+    "padding_mask": lambda i: torch.zeros(1, 1, *i.plane, device=i.model.device),
     "text_embedding_mask": lambda i: i.mask(i.need("text_len")),
     "text_embedding_mask_t5": lambda i: i.mask(i.need("text_len_t5")),
     "encoder_attention_mask": lambda i: i.text_mask("encoder_attention_mask"),
@@ -265,11 +252,6 @@ class Conventions:
                 return f"its forward wants the argument {name!r}, which the probe cannot make"
         return ""
 
-    def left_out(self, size: Size) -> list[str]:
-        """Arguments that are optional by the forward's signature, and are not made."""
-        made = self.inputs(size)
-        return [name for name, given in self.parameters.items() if given.default is None and name not in made]
-
     def need(self, name: str) -> Any:
         """An entry of the config that inputs cannot be made without.
 
@@ -284,12 +266,6 @@ class Conventions:
     def entry(self, *names: str) -> Any:
         """The first of some entries of the config that is there and not None."""
         return next((value for name in names if (value := getattr(self.config, name, None)) is not None), None)
-
-    @property
-    def patch(self) -> int:
-        """Rows (and columns) of latents in one row of tokens."""
-        patch = self.entry("patch_size", "all_patch_size") or 1
-        return patch[-1] if isinstance(patch, (tuple, list)) else patch
 
 
 def call_variants(model: nn.Module) -> Iterator[CallVariant]:

@@ -24,7 +24,7 @@ from .axes import folds_of
 from .between import BlockOutputForm, IdentityBlocks, examine, fresh, rereads
 from .check import checked_facts
 from .forms import WAY_OUT, dtype_class, form_of, samples_of
-from .outside import LeftBehind, Traces, name_of_memory, tensor_leaves
+from .outside import LeftBehind, Traces, place_of, tensor_leaves
 from .record import Listener, RecordedBlock, computed, differs, error_line, off_by, tolerance, with_corrupted
 from .streams import Facts, block_facts, length_of
 from .types import LOCAL, Attention, Count, Cut, Fold, Leaf, Region, Stream, TokenLayout
@@ -116,7 +116,18 @@ class _Observer:
             return
         self._busy = True
         try:
-            self._refuse_outside(site, put, traces)
+            if put:
+                raise LayoutError(
+                    f"{site} puts a tensor into its argument {put[0]!r}, where other blocks or a later step may read a "
+                    f"rank's own tokens; {WAY_OUT}"
+                )
+            if traces is not None and traces.written:
+                first = traces.written[0]
+                place = place_of(self.model, [first], f"a tensor {tuple(first.shape)} that it was not given")
+                raise LayoutError(
+                    f"{site} writes to {place}, where every rank would leave what it has made of its own tokens; "
+                    f"{WAY_OUT}"
+                )
             # Before other runs have something else kept in its place.
             asked = [t for one in listener.asked for t in (one.q, one.k, one.v, one.mask, one.out)]
             suspect = traces is not None and bool(traces.kept(tensor_leaves((output, asked))))
@@ -132,18 +143,6 @@ class _Observer:
             )
         finally:
             self._busy = False
-
-    def _refuse_outside(self, site: str, put: Sequence[str], traces: Traces | None) -> None:
-        if put:
-            raise LayoutError(
-                f"{site} puts a tensor into its argument {put[0]!r}, where other blocks or a later step may read a "
-                f"rank's own tokens; {WAY_OUT}"
-            )
-        if traces is not None and traces.written:
-            raise LayoutError(
-                f"{site} writes to {name_of_memory(self.model, traces.written[0])}, where every rank would leave "
-                f"what it has made of its own tokens; {WAY_OUT}"
-            )
 
     def leave(self) -> Traces | None:
         """The block in progress has run, or failed. Returns what it has left."""
@@ -207,8 +206,7 @@ class _Observer:
                 ran.mix(*mixer)
             return self._known[key]
         facts = self._known[key] = block_facts(ran, key[1])
-        if ran.note and not facts.streams:
-            self.notes.append(ran.note)
+        self.notes += [ran.note] if ran.note and not facts.streams else []
         return facts
 
     def _note_written(self, ran: RecordedBlock, path: str, returned: Collection[str]) -> None:

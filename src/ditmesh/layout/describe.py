@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import InputError
-from .probe import layout_differences, probe
+from .probe import probe
 from .table import known_models
 from .types import TokenLayout
 
@@ -37,33 +36,15 @@ def meta_model(name: str, config: dict[str, Any]) -> nn.Module:
         return model_class(name).from_config(config)
 
 
-def short_model(name: str, config: dict[str, Any]) -> nn.Module:
-    """The model with at most two blocks per list and random weights: enough to probe its layout."""
-    short = {key: min(value, 2) if key in DEPTHS and isinstance(value, int) else value for key, value in config.items()}
-    generator_state = torch.get_rng_state()
-    try:
-        torch.manual_seed(0)
-        return model_class(name).from_config(short).eval()
-    finally:
-        torch.set_rng_state(generator_state)
-
-
-def probed_layout(name: str, config: dict[str, Any]) -> tuple[TokenLayout, list[str]]:
-    """The layout that a probe of the class derives; sentences on what the reviewed one, if any, says differently.
+def layout_of_class(name: str, config: dict[str, Any]) -> TokenLayout:
+    """The reviewed layout, or one that a probe of the class derives: two blocks per list, with random weights.
 
     Raises:
         LayoutError: the probe failed.
     """
-    probed = probe(short_model(name, config))
-    reviewed = known_models().get(name)
-    return probed, layout_differences(reviewed, probed) if reviewed else []
-
-
-def layout_of_class(name: str, config: dict[str, Any]) -> TokenLayout:
-    """The reviewed layout, or one that a probe of the class derives. Raises `LayoutError`: the probe failed."""
-    return known_models().get(name) or probed_layout(name, config)[0]
-
-
-def as_data(layout: TokenLayout) -> dict[str, Any]:
-    """The layout as plain data, for JSON."""
-    return dataclasses.asdict(layout)
+    if (reviewed := known_models().get(name)) is not None:
+        return reviewed
+    short = {key: min(value, 2) if key in DEPTHS and isinstance(value, int) else value for key, value in config.items()}
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return probe(model_class(name).from_config(short))

@@ -7,6 +7,8 @@ class of dtype, another flag) may take another way through the model: nothing th
 from __future__ import annotations
 
 import datetime
+import io
+import pickle
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +37,11 @@ _PLAIN: tuple[type, ...] = (
     *(str, bytes, bytearray, int, float, complex, range, slice, Decimal, Fraction, uuid.UUID, PurePath, Enum),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+# Entries of a layout that a call shows.
+_DERIVED = (
+    *("regions", "residuals", "unbatched", "batched", "grouped", "listed", "alternating", "rows", "calls", "source"),
 )
 
 # Stands among the arguments of a form. No argument has such a name.
@@ -100,67 +107,36 @@ def objects_in(value: Any, within: tuple[int, ...] = ()) -> list[Any]:
     """
     if id(value) in within:
         return []
-    items = _items(value)
+    items: Iterable[Any] | None = value if isinstance(value, (list, tuple, set, frozenset)) else None
+    if (fields := fields_of(value)) is not None and set(getattr(value, "__dict__", ())) <= set(fields):
+        items = fields.values()
+    elif isinstance(value, dict):
+        items = value.values()
     if items is not None:
         return [found for item in items for found in objects_in(item, (*within, id(value)))]
     return [] if value is None or isinstance(value, (Tensor, *_PLAIN)) or callable(value) else [value]
 
 
-def _items(value: Any) -> Iterable[Any] | None:
-    """The content of a collection; None: the value is none."""
-    if (fields := fields_of(value)) is not None and set(getattr(value, "__dict__", ())) <= set(fields):
-        return fields.values()
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, (list, tuple, set, frozenset)) else None
+class _TensorFinder(pickle.Pickler):
+    """Looks through all that pickle would keep of an object, and leaves at the first tensor."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            raise ValueError("a tensor")
+        # Functions and classes are no values of an object, and pickle knows few of them.
+        return (str, ()) if callable(value) and value is not str else NotImplemented
 
 
-def _attributes(value: Any) -> list[Any] | None:
-    """The attributes of an object; None: it does not show all of them."""
-    kinds = [kind for kind in type(value).__mro__ if kind is not object]
-    slots = [
-        (kind, name)
-        for kind in kinds
-        for given in [vars(kind).get("__slots__", ())]
-        for name in ([given] if isinstance(given, str) else given)
-    ]
-    # Classes of other languages have neither.
-    if any("__slots__" not in vars(kind) and not hasattr(value, "__dict__") for kind in kinds) or not kinds:
-        return None
-    names = [
-        f"_{kind.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n for kind, n in slots
-    ]
-    kept = [getattr(value, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
-    return [*kept, *getattr(value, "__dict__", {}).values()]
-
-
-def holds_tensors(value: Any, depth: int = 8, seen: set[int] | None = None) -> bool:
-    """True if an object has a tensor among its attributes, however deep; so is one taken to that does not show them.
-
-    Args:
-        depth: levels of objects that are looked into.
-        seen: ids of objects that have been searched already.
-    """
-    seen = set() if seen is None else seen
-    if id(value) in seen:
-        return False
+def holds_tensors(value: Any) -> bool:
+    """True if an object has a tensor among its attributes, however deep; so is one taken to that does not show them."""
     if isinstance(value, _PLAIN):
         return False
-    kept = _attributes(value)
-    if kept is None or depth == 0:
+    try:
+        _TensorFinder(io.BytesIO()).dump(value)
+    except Exception:
+        # Also what cannot be pickled: a generator, a lock.
         return True
-    seen.add(id(value))
-    return any(_tensors_in(item, depth - 1, seen) for item in kept)
-
-
-def _tensors_in(value: Any, depth: int, seen: set[int]) -> bool:
-    items = _items(value)
-    if items is not None:
-        if id(value) in seen:
-            return False
-        seen.add(id(value))
-        return any(_tensors_in(item, depth, seen) for item in items)
-    return isinstance(value, Tensor) or any(holds_tensors(item, depth, seen) for item in objects_in(value))
+    return False
 
 
 def form_of(arguments: Arguments) -> CallForm:
@@ -284,7 +260,7 @@ class Forms:
         return found
 
     def _looked_at(self, form: CallForm) -> CallForm:
-        """The part of a form that can be looked at again: with blocks on other ranks, rows have to hold as they are."""
+        # With blocks on other ranks, rows have to hold as they are.
         return frozenset(item for item in form if item[0] != _SAMPLES) if self._fixed else form
 
     def _gathered(self, path: str) -> TokenLayout:
@@ -330,19 +306,7 @@ class Forms:
             if region.leaves != old.leaves:
                 names = ", ".join(leaf.module for leaf in region.leaves) or "no module"
                 raise LayoutError(f"{what}; this call mixes tokens in {names} of {region.blocks}; {WAY_OUT}")
-        return replace(
-            base,
-            regions=found.regions,
-            residuals=found.residuals,
-            unbatched=found.unbatched,
-            batched=found.batched,
-            grouped=found.grouped,
-            listed=found.listed,
-            alternating=found.alternating,
-            rows=found.rows,
-            calls=found.calls,
-            source=found.source,
-        )
+        return replace(base, **{name: getattr(found, name) for name in _DERIVED})
 
 
 def gathered_everywhere(layout: TokenLayout) -> TokenLayout:

@@ -8,7 +8,7 @@ before and is written to.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..core.partial_run import written_by
 from .record import RecordedBlock, computed
 from .types import Stream
 
@@ -42,30 +43,24 @@ class Traces(TorchDispatchMode):
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and (key := _memory(leaf)) is not None and key not in before:
                 self._born[key] = (StorageWeakRef(leaf.untyped_storage()), leaf.dtype)
-        for number, one in enumerate(func._schema.arguments):
-            if one.alias_info is not None and one.alias_info.is_write:
-                value = args[number] if number < len(args) else kwargs.get(one.name)
-                for leaf in tree_leaves(value):
-                    if isinstance(leaf, Tensor) and leaf.is_floating_point() and self._is_foreign(leaf):
-                        self.written.append(leaf)
+        for leaf in written_by(func, args, kwargs):
+            key = _memory(leaf)
+            if leaf.is_floating_point() and key is not None and key not in self._given and key not in self._born:
+                self.written.append(leaf)
         return output
-
-    def _is_foreign(self, tensor: Tensor) -> bool:
-        key = _memory(tensor)
-        return key is not None and key not in self._given and key not in self._born
 
     def kept(self, returned: Iterable[Tensor]) -> list[Tensor]:
         """Tensors that came into being, still exist, and are not among the block's results."""
         without = {_memory(tensor) for tensor in returned}
-        return [*self._alive(without)]
-
-    def _alive(self, without: set[int | None]) -> Iterator[Tensor]:
+        alive = []
         for key, (reference, dtype) in self._born.items():
             if key in without or reference.expired() or not (dtype.is_floating_point or dtype.is_complex):
                 continue
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None and storage.nbytes() % dtype.itemsize == 0:
-                yield torch.empty(0, dtype=dtype, device=storage.device).set_(storage)  # type: ignore[call-overload]
+                found = torch.empty(0, dtype=dtype, device=storage.device)
+                alive.append(found.set_(storage))  # type: ignore[call-overload]
+        return alive
 
 
 def _memory(tensor: Tensor) -> int | None:
@@ -106,7 +101,7 @@ class LeftBehind:
         gc.collect()
         given = [*leaves.values(), *tokens.values()]
         kept = [one for one in traces.kept(v for v in given if isinstance(v, Tensor)) if one.isnan().any()]
-        found = _place(model, {_memory(tensor) for tensor in kept}) if kept else ""
+        found = place_of(model, kept, "something outside of the model's modules") if kept else ""
         # The attributes that it keeps are to be as they were.
         self._block.again({}, computed)
         return found
@@ -117,19 +112,12 @@ def tensor_leaves(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _place(model: nn.Module, memory: set[int | None]) -> str:
+def place_of(model: nn.Module, tensors: Iterable[Tensor], otherwise: str) -> str:
+    """Name of the model's attribute, parameter or buffer that shares memory with one of these tensors."""
+    memory = {_memory(tensor) for tensor in tensors}
     for name, module in model.named_modules():
-        for attribute, value in [*vars(module).items(), *module.named_buffers(recurse=False)]:
+        for attribute, value in [*vars(module).items(), *module._parameters.items(), *module._buffers.items()]:
             leaves = tree_leaves(value) if not attribute.startswith("_") else ()
             if any(isinstance(leaf, Tensor) and _memory(leaf) in memory for leaf in leaves):
                 return f"{name}.{attribute}".removeprefix(".")
-    return "something outside of the model's modules"
-
-
-def name_of_memory(model: nn.Module, tensor: Tensor) -> str:
-    """Name of the model's parameter or buffer that shares a tensor's memory, or what it is otherwise."""
-    key = _memory(tensor)
-    for name, one in [*model.named_parameters(), *model.named_buffers()]:
-        if _memory(one) == key:
-            return name
-    return f"a tensor {tuple(tensor.shape)} that it was not given"
+    return otherwise

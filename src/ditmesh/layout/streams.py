@@ -76,13 +76,19 @@ def block_facts(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
     Raises:
         LayoutError: its tokens cannot be told apart; says what they were seen to do.
     """
-    _refuse_state(block)
+    given = block.arguments
+    for name, value in [*zip(given.names, given.args, strict=False), *given.kwargs.items()]:
+        if any(map(holds_tensors, objects_in(value))):
+            raise LayoutError(
+                f"{block.site} is given {name!r}, a {type(value).__name__}, which may keep tensors that no rank may "
+                f"cut; {WAY_OUT}"
+            )
     streams = _find_token_streams(block, before)
     if not streams:
         return Facts((), [])
     calls = [CallStreams({}, {}) for _ in block.asked]
     for stream in streams:
-        _find_rows(block, stream, calls)
+        _note_rows(block, stream, calls)
     _find_answered_rows(block, streams, calls)
     streams = (*streams, *_streams_only_read(block, streams, calls))
     _explained_calls(block, calls)
@@ -93,17 +99,6 @@ def block_facts(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
     facts = Facts(streams, calls, mixers=tuple((mixer.path, mixer.arg, mixer.dim) for mixer in block.mixers))
     _other_arguments(block, facts)
     return facts
-
-
-def _refuse_state(block: RecordedBlock) -> None:
-    """Refuse a block with an argument that is a custom object, and holds tensors now that the block has run."""
-    given = block.arguments
-    for name, value in [*zip(given.names, given.args, strict=False), *given.kwargs.items()]:
-        if any(map(holds_tensors, objects_in(value))):
-            raise LayoutError(
-                f"{block.site} is given {name!r}, a {type(value).__name__}, which may keep tensors that no rank may "
-                f"cut; {WAY_OUT}"
-            )
 
 
 def _explained_calls(block: RecordedBlock, calls: list[CallStreams]) -> None:
@@ -162,9 +157,15 @@ def _find_token_streams(block: RecordedBlock, before: tuple[Stream, ...]) -> tup
         return tuple(stream for stream in before if stream.returned)
     found: list[Stream] = []
     for position, result in enumerate(block.results):
-        if isinstance(result, Tensor) and result.dim() >= 2 and result.is_floating_point():
-            stream = _returned_stream(block, position, result, [stream.arg for stream in found])
-            found += [] if stream is None else [stream]
+        if not isinstance(result, Tensor) or result.dim() < 2 or not result.is_floating_point():
+            continue
+        for path, value in block.leaves.items():
+            if not isinstance(value, Tensor) or "." in path or any(path == stream.arg for stream in found):
+                continue
+            alike = value.shape == result.shape and value.dtype == result.dtype
+            if alike and (dim := _token_dim(block, path, value, position)) is not None:
+                found.append(Stream(path, path, None if block.single else position, dim))
+                break
     return _named(block, found)
 
 
@@ -182,18 +183,6 @@ def _as_before(block: RecordedBlock, before: tuple[Stream, ...]) -> bool:
         ):
             return False
     return True
-
-
-def _returned_stream(block: RecordedBlock, position: int, result: Tensor, taken: Collection[str]) -> Stream | None:
-    """The argument that comes back as a result with its tokens changed."""
-    for path, value in block.leaves.items():
-        if not isinstance(value, Tensor) or "." in path or path in taken:
-            continue
-        if value.shape == result.shape and value.dtype == result.dtype:
-            dim = _token_dim(block, path, value, position)
-            if dim is not None:
-                return Stream(path, path, None if block.single else position, dim)
-    return None
 
 
 def _token_dim(block: RecordedBlock, path: str, value: Tensor, position: int) -> int | None:
@@ -218,7 +207,10 @@ def _token_dim(block: RecordedBlock, path: str, value: Tensor, position: int) ->
                 # Channels touch one another, too: then it is no dimension of tokens.
                 found = _mixing_module(block, edits, places)
                 if found is None:
-                    block.note = block.note or _mixing_note(block, path)
+                    block.note = block.note or (
+                        f"{block.site}: tokens of {path!r} change other tokens even when attention's answers are held "
+                        f"fixed, so they are mixed by something else ({_mixing_modules(block)})"
+                    )
                     break
                 block.mix(found[0], path, found[1])
                 continue
@@ -228,16 +220,12 @@ def _token_dim(block: RecordedBlock, path: str, value: Tensor, position: int) ->
     return None
 
 
-def _mixing_note(block: RecordedBlock, path: str) -> str:
-    mixers = [
-        f"{name} ({type(module).__name__})"
-        for name, module in block.module.named_modules()
-        if type(module).__name__.startswith(("Conv", "AvgPool", "MaxPool", "LSTM", "GRU"))
-    ]
-    return (
-        f"{block.site}: tokens of {path!r} change other tokens even when attention's answers are held fixed, so "
-        f"they are mixed by something else ({', '.join(mixers) or 'a patch, or attention without a softmax, say'})"
-    )
+def _mixing_modules(block: RecordedBlock) -> str:
+    """Modules that may mix tokens by their class, in words."""
+    kinds = ("Conv", "AvgPool", "MaxPool", "LSTM", "GRU")
+    named = ((name, type(module).__name__) for name, module in block.module.named_modules())
+    mixers = [f"{name} ({kind})" for name, kind in named if kind.startswith(kinds)]
+    return ", ".join(mixers) or "a patch, or attention without a softmax, say"
 
 
 def _mixing_module(block: RecordedBlock, edits: Mapping[str, Any], places: Tensor) -> tuple[str, int] | None:
@@ -294,14 +282,6 @@ def _named(block: RecordedBlock, found: list[Stream]) -> tuple[Stream, ...]:
     return tuple(named)
 
 
-def _find_rows(block: RecordedBlock, stream: Stream, calls: list[CallStreams]) -> None:
-    """Note where a stream's tokens lie in the rows of every attention call."""
-    value = block.leaves[stream.arg]
-    _note_rows(
-        block, stream, calls, lambda places: block.touched({stream.arg: with_corrupted(value, stream.dim, places)})
-    )
-
-
 def _find_answered_rows(block: RecordedBlock, streams: tuple[Stream, ...], calls: list[CallStreams]) -> None:
     """The same for attention calls that are asked what an earlier one has answered, and nothing of an argument."""
 
@@ -336,11 +316,19 @@ def _find_answered_rows(block: RecordedBlock, streams: tuple[Stream, ...], calls
 
 
 def _note_rows(
-    block: RecordedBlock, stream: Stream, calls: list[CallStreams], touched: Callable[[Tensor], Touched]
+    block: RecordedBlock,
+    stream: Stream,
+    calls: list[CallStreams],
+    touched: Callable[[Tensor], Touched] | None = None,
 ) -> None:
-    """Note the rows of queries and keys that tokens of a stream touch, where they are not known yet."""
-    length = length_of(block, stream)
+    """Note the rows of queries and keys that tokens of a stream touch, where they are not known yet.
+
+    Args:
+        touched: the changes that tokens at some places cause; default: those of the stream's argument.
+    """
+    length, value = length_of(block, stream), block.leaves[stream.arg]
     places = block.half(length)
+    touched = touched or (lambda places: block.touched({stream.arg: with_corrupted(value, stream.dim, places)}))
     all_of_it, some_of_it = touched(torch.ones(length, dtype=torch.bool)), touched(places)
     for number, call in enumerate(calls):
         for what, rows, by_all, by_some in (
@@ -384,7 +372,7 @@ def _streams_only_read(block: RecordedBlock, streams: tuple[Stream, ...], calls:
                 name = "text" if all(s.name != "text" for s in (*streams, *found)) else path
                 stream = Stream(name, path, None, dim, used_after=False, replicate=True, returned=False)
                 found.append(stream)
-                _find_rows(block, stream, calls)
+                _note_rows(block, stream, calls)
                 break
     return found
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from functools import cache
 
 from torch import nn
@@ -15,15 +13,11 @@ from .types import Table, TokenLayout
 
 @cache
 def known_models() -> dict[str, TokenLayout]:
-    """Name of every class of diffusers with a reviewed layout -> the layout. One module of `models` each.
+    """Name of every class of diffusers with a reviewed layout -> the layout, one constant of `models` each.
 
     By `layout_of` a model is looked up: another class may have the name.
     """
-    layouts = (
-        importlib.import_module(f"{models.__name__}.{module.name}").LAYOUT
-        for module in pkgutil.iter_modules(models.__path__)
-    )
-    return {layout.model: layout for layout in layouts}
+    return {layout.model: layout for layout in vars(models).values() if isinstance(layout, TokenLayout)}
 
 
 @cache

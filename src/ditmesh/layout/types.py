@@ -7,13 +7,9 @@ image or text tokens, along which dimension, in which order they join, and which
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
-
-from ..errors import InputError
+from dataclasses import dataclass, field
+from typing import Literal
 
 # The kind of an argument, as far as a model may treat it otherwise (`ditmesh.layout.forms.argument_kind`).
 ArgumentKind = Hashable
@@ -30,12 +26,11 @@ class Stream:
         arg: the block's argument, ``"hidden_states"``.
         out: position in the tuple the block returns; None when the block returns this tensor alone.
         dim: token dimension, 1 for (B, S, C).
-        used_after: False when the model never reads this stream after the region's last block, so that
-            it need not be gathered.
-        replicate: True when every rank must hold all its tokens whatever the text policy says, because the
-            block picks tokens by their position in the whole stream (Mochi's valid text tokens).
-        folded: the token dimension also holds the batch, tokens running fastest: ``dim=0`` of
-            (B·S, F, C). Only for streams that are not the first region's.
+        used_after: whether the model reads this stream after the region's last block; else it is not gathered.
+        replicate: every rank holds all its tokens whatever the text policy says, because the block picks tokens by
+            their position in the whole stream (Mochi's valid text tokens).
+        folded: the token dimension also holds the batch, tokens running fastest: ``dim=0`` of (B·S, F, C). Not in the
+            first region.
         returned: False for tokens that are attended to and do not come back: every rank holds them whole.
     """
 
@@ -66,9 +61,8 @@ class Cut:
             ``"joint_attention_kwargs.attention_mask"``.
         dim: token dimension; negative counts from the end.
         tokens: the streams it covers, in order: ``("text", "image")``.
-        ndim: the cut applies only to tensors of that many dimensions, 4 for a modulation table that is
-            (B, 6, C) in most calls and (B, S, 6, C) with a timestep per token; None for any. An argument may
-            have several cuts with different ``ndim``.
+        ndim: the cut applies only to tensors of that many dimensions, 4 for a modulation table that is (B, 6, C) in
+            most calls and (B, S, 6, C) with a timestep per token; None for any. An argument may have several cuts.
         folded: the dimension also holds the batch, tokens running fastest: (B·S, C).
     """
 
@@ -111,8 +105,7 @@ class Fold:
     Attributes:
         arg: path of the argument.
         dim: the first of the dimensions, which becomes that of the tokens.
-        axes: how many dimensions there are, tokens running fastest along the last; 1: the entries along ``dim`` are for
-            as many successive tokens each.
+        axes: how many dimensions there are, the last running fastest; 1: each entry is for as many successive tokens.
         results: positions of the block's results that are these tokens.
     """
 
@@ -139,13 +132,13 @@ class Leaf:
 
     Attributes:
         module: its path in the block, ``"ff.conv_depth"``.
-        rule: name of a rule of `ditmesh.strategies.token_mixers`: ``"conv_rows"`` (convolution over a grid that is
-            cut between rows), ``"linear_attention"`` (attention through a state summed over all tokens), ``"gathered"``
-            (whatever it is: every rank runs it on all tokens and keeps its own).
+        rule: of `ditmesh.strategies.token_mixers`: ``"conv_rows"`` (convolution over a grid that is cut between rows),
+            ``"linear_attention"`` (through a state summed over all tokens), ``"gathered"`` (whatever it is: every rank
+            runs it on all tokens and keeps its own).
         processor: class of the attention processor that the rule stands in for; a module with another one is refused.
             One that is put in later runs as under the rule ``"gathered"``.
-        args: of the rule ``"gathered"``: the module's arguments that hold tokens, and along which dimension.
-        dim: of the rule ``"gathered"``: dimension of the tokens in what the module returns.
+        args, dim: of the rule ``"gathered"``: the module's arguments that hold tokens, and along which dimension; the
+            dimension of the tokens in what the module returns.
         stream: the stream that the tokens belong to.
     """
 
@@ -183,11 +176,11 @@ class Attention:
     Attributes:
         queries: streams of the tokens that ask, in the order they stand along the sequence.
         keys: streams of the tokens that answer, in the order one device has them.
-        ragged: a replicated stream of which only some tokens take part, their number known from the call
-            itself: ``"text"`` when the block leaves padding out.
+        ragged: a replicated stream of which only some tokens take part, as many as the call shows: ``"text"`` when the
+            block leaves padding out.
         per_sample: the block makes this call once for every sample of the batch. Only for its last entry.
-        unless: argument of the block that, when true, makes it leave this call out: ``"all_perturbed"``.
-        only_if: argument of the block that, when given and false, makes it leave this call out.
+        unless, only_if: arguments of the block: it leaves this call out when the first is true (``"all_perturbed"``),
+            and when the second is given and false.
     """
 
     queries: tuple[str, ...]
@@ -216,21 +209,18 @@ class Region:
         streams: tensors that enter as arguments and leave as results of every block.
         attention: the block's attention calls in the order they happen; a block may make only the first few.
         cuts: per-token arguments that are cut to this rank's tokens.
-        whole: arguments known to be the same for all tokens, or wanted whole (modulation, cross-attended
-            text and its mask). Paths as in `Cut.arg`; a name covers everything below it.
-        local: arguments that hold this rank's tokens already, because an earlier block of the list made them:
-            ``("skip",)`` for a block that is fed the result of an earlier one.
+        whole: arguments that are the same for all tokens, or wanted whole (modulation, cross-attended text and its
+            mask). Paths as in `Cut.arg`; a name covers everything below it.
+        local: arguments that hold this rank's tokens already, as an earlier block of the list made them: ``("skip",)``.
         counts: integer arguments that count tokens.
         grid: set when the blocks unfold the image's tokens into rows and columns.
         leaves: modules that mix tokens without attention.
         chained: the streams come from the region before exactly as its last block returned them, so nothing
             has to be gathered between the two.
-        known: tensor and integer arguments of the blocks that the probe saw, as (path, class, number of dimensions);
-            any other is refused. Empty for a layout that was written: its paths alone are compared.
-        alone: the model changes the tokens between these blocks in a way that wants all of them: they are gathered
-            behind every block, and cut again before the next.
-        written: arguments with tokens that the blocks write to; what runs a block several times for one call gives it
-            copies of them.
+        known: tensor and integer arguments of the blocks that were seen, as (path, class, number of dimensions); any
+            other is refused. Empty for a layout that was written: its paths alone are compared.
+        alone: the model wants all tokens between these blocks: they are gathered behind every block, and cut again.
+        written: arguments with tokens that the blocks write to; a block that runs several times for a call gets copies.
         folds: arguments to be folded to one entry per token, the tokens of the main stream first; the region's other
             entries speak of them as they are then.
     """
@@ -278,36 +268,33 @@ class TokenLayout:
     Attributes:
         model: name of the transformer class.
         regions: its block lists, in the order they run.
-        refused: arguments of the transformer's forward that this layout does not cover: a call that sets one
-            is refused by name. Argument -> why.
-        unbatched: tensor arguments of the transformer's forward with another first dimension than the batch, as
-            paths: ``("img_ids", "txt_ids")``, ``("image_rotary_emb.0", "image_rotary_emb.1")``. Every other
-            tensor argument (of at least one dimension) has one entry per sample in its first dimension.
-        batched: tensor arguments of the transformer's forward with samples along another dimension than the first,
-            as (path, dimension): ``(("encoder_hidden_states_llama3", 1),)`` for embeddings with a row per layer.
-        grouped: tensor arguments of the forward that may have several entries per sample, one sample's behind the
-            other's: the embeddings of a film's first and last frame.
-        listed: arguments of the forward that are Python lists with one item per sample, whatever the items
-            are: ``("x", "cap_feats")`` for a model that takes a list of latents.
-        alternating: the lists run by turns (block 0 of each, block 1 of each …), and the tokens stay cut from
-            the first block of the first list to the last block of the last.
+        refused: arguments of the forward that this layout does not cover: a call that sets one is refused by name.
+            Argument -> why.
+        unbatched: tensor arguments of the forward with another first dimension than the batch, as paths: ``("img_ids",
+            "image_rotary_emb.0")``. Every other tensor with dimensions has an entry per sample in its first.
+        batched: those with samples along another dimension than the first, as (path, dimension):
+            ``(("encoder_hidden_states_llama3", 1),)`` for embeddings with a row per layer.
+        grouped: those that may have several entries per sample, one sample's behind the other's: the embeddings of a
+            film's first and last frame.
+        listed: arguments that are Python lists with one item per sample, whatever the items are: ``("x",
+            "cap_feats")`` for a model that takes a list of latents.
+        alternating: the lists run by turns (block 0 of each, block 1 of each …), and the tokens stay cut from the first
+            block of the first list to the last block of the last.
         kept: modules inside blocks that the model also calls outside of them, as paths in the model: every stage of
             PipeFusion keeps their weights.
-        timestep: argument of the transformer's forward that holds the timestep; None when it takes none.
+        timestep: argument of the forward that holds the timestep; None when it takes none.
         beside_image: parts of a parameter's path, in lower case, that mark work on a vector or on the short text
-            stream, not on the image's tokens; what a block costs is estimated without those parameters.
+            stream; what a block costs is estimated without those parameters.
         tables: positional tables that tensor parallelism cuts with the heads.
-        residuals: arguments of the transformer's forward that it adds to a region's tokens between blocks, a tensor
-            or a list of them, with one entry per token along ``dim``: a ControlNet's. Each with the path of the
-            (first) block list with the tokens that it is added to.
+        residuals: arguments of the forward that it adds to tokens between blocks, a tensor or a list of them, with one
+            entry per token along ``dim``: a ControlNet's. Each with the path of the (first) block list of these tokens.
         between: arguments that the model uses between blocks on all tokens, and that cannot be cut with them: in a call
             that sets one the tokens are gathered behind every block (`Region.alone`).
         rows: whether the samples of a call can be run apart; else `data` and `cfg` refuse it.
-        calls: forms of call that a probed layout was derived from, each as sorted (name, kind); a call of another
-            form is probed when it comes. Empty for a layout that was written: it holds for every call.
-        source: ``"reviewed"`` for the table that ships, ``"probed"`` for one derived from
-            inputs that a probe made up, ``"derived"`` for one derived from a real call, ``"given"`` for one that was
-            handed over and is compared with one device when it is used.
+        calls: forms of call that the layout was derived from, each as sorted (name, kind); another form is looked at
+            when it comes. Empty for a layout that was written: it holds for every call.
+        source: ``"reviewed"``: of the table that ships; ``"probed"``: derived from inputs that a probe made up;
+            ``"derived"``: from a real call; ``"given"``: handed over, and compared with one device when it is used.
     """
 
     model: str
@@ -327,36 +314,3 @@ class TokenLayout:
     rows: bool = True
     calls: tuple[tuple[tuple[str, ArgumentKind], ...], ...] = ()
     source: str = "reviewed"
-
-    def save(self, path: str | Path) -> None:
-        """Write the layout as JSON, for inspection, for `read`, or for a contribution.
-
-        Raises:
-            FileExistsError: the file is there already.
-        """
-        with Path(path).open("x", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(self), indent=1) + "\n")
-
-    @staticmethod
-    def read(path: str | Path) -> TokenLayout:
-        """Read a layout that `save` wrote, or that was written by hand; omitted entries have their defaults.
-
-        Raises:
-            InputError: the file cannot be read, or is no layout; says which entry is wrong.
-        """
-        from pydantic import TypeAdapter, ValidationError
-
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-            calls = _tuples(data.pop("calls", ()))
-            return replace(TypeAdapter(TokenLayout).validate_python(data), calls=calls)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise InputError(f"{str(path)!r} is no token layout: {where}: {first['msg'].lower()}") from None
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise InputError(f"{str(path)!r} is no token layout: {error}") from None
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

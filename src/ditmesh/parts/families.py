@@ -59,17 +59,9 @@ _FAMILIES = {
 FUNCTION_FAMILIES: dict[Callable[..., Any], OpFamily] = {
     getattr(home, name): family
     for home, family, names in (
-        (
-            Tensor,
-            OpFamily.POINTWISE,
-            "float half bfloat16 double to type_as contiguous clone __pow__ __neg__ square",
-        ),
-        (
-            Tensor,
-            OpFamily.POINTWISE,
-            "add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ pow rsqrt neg",
-        ),
-        (Tensor, OpFamily.POINTWISE, "div __truediv__ __rtruediv__ tanh sigmoid"),
+        (Tensor, OpFamily.POINTWISE, "float half bfloat16 double to type_as contiguous clone square pow rsqrt neg add"),
+        (Tensor, OpFamily.POINTWISE, "sub mul div tanh sigmoid __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__"),
+        (Tensor, OpFamily.POINTWISE, "__truediv__ __rtruediv__ __pow__ __neg__"),
         (torch, OpFamily.POINTWISE, "add sub mul div pow square rsqrt neg tanh sigmoid clone"),
         (F, OpFamily.POINTWISE, "silu gelu relu"),
         (F, OpFamily.FEATURES, "linear layer_norm rms_norm"),

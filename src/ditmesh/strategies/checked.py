@@ -104,8 +104,7 @@ class LayoutCheck:
         if self._model.layout.source == GIVEN:
             raise LayoutError(
                 f"the layout of {name} that was passed as layout= is wrong for this call: the ranks' result "
-                f"{worst[1]}; `ditmesh layout --check` compares a layout with a probe's, and without layout= ditmesh "
-                "derives one from the first call"
+                f"{worst[1]}; without layout= ditmesh derives one from the first call, which shows what to change"
             )
         raise LayoutError(
             f"{name} was compared with one device (check=True), and the ranks' result of this call {worst[1]}: "

@@ -15,17 +15,14 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ...core.intercept import with_all_heads
+from ...core.intercept import unhandled, with_all_heads
 from ...core.values import tracked
 from ...errors import ConfigError, LayoutError, did_you_mean
 from .backends import DiffusersKernel, backend_kernel, backends_of, known_backends
 from .builtin import Math, Native
-from .functions import FunctionKernel, FunctionWithLse, function_kernel
 from .lse import attend_backward, attend_with_lse, attend_with_lse_reference, merge_, merge_out_, unrounded
 
 __all__ = [
-    "FunctionKernel",
-    "FunctionWithLse",
     "Kernel",
     "KernelWithLse",
     "LocalAttention",
@@ -33,12 +30,10 @@ __all__ = [
     "attend_with_lse",
     "attend_with_lse_reference",
     "backends_of",
-    "function_kernel",
     "local_attention",
     "merge_",
     "merge_out_",
     "register",
-    "unregister",
     "unrounded",
 ]
 
@@ -108,17 +103,6 @@ def register(kernel: Kernel) -> None:
         raise ConfigError(f"there is an attention kernel {kernel.name!r} already; give this one another name")
 
 
-def unregister(name: str) -> None:
-    """Take a registered kernel off again; what is parallelised with it keeps it. Harmless if there is none.
-
-    Raises:
-        ConfigError: it is a kernel of ditmesh.
-    """
-    if isinstance(KERNELS.get(name), (Native, Math)):
-        raise ConfigError(f"the attention kernel {name!r} is ditmesh's own, and stays")
-    KERNELS.pop(name, None)
-
-
 class LocalAttention:
     """The kernel of one transformer's attention for strategies; unsupported inputs raise an error with its name.
 
@@ -181,7 +165,9 @@ class LocalAttention:
         """
         self._check(q_bhsd, mask)
         k_bhsd, v_bhsd = with_all_heads(q_bhsd, k_bhsd, v_bhsd)
-        out = self.kernel.attend(q_bhsd, k_bhsd, v_bhsd, mask, scale)
+        # What a kernel calls in turn, torch's attention included, is its own business.
+        with unhandled():
+            out = self.kernel.attend(q_bhsd, k_bhsd, v_bhsd, mask, scale)
         if not out.requires_grad and tracked(q_bhsd, k_bhsd, v_bhsd):
             raise LayoutError(
                 f"attention={self.kernel.name!r} passes no gradient on; train with attention='native', or call the "
@@ -195,7 +181,8 @@ class LocalAttention:
         """See `KernelWithLse.attend_with_lse`."""
         self._check(q_bhsd, mask)
         assert isinstance(self.kernel, KernelWithLse)
-        return self.kernel.attend_with_lse(q_bhsd, k_bhsd, v_bhsd, mask, scale)
+        with unhandled():
+            return self.kernel.attend_with_lse(q_bhsd, k_bhsd, v_bhsd, mask, scale)
 
     def unrounded(self, q_bhsd: Tensor) -> torch.dtype:
         """See `KernelOfParts.unrounded`."""
