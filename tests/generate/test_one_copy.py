@@ -159,30 +159,14 @@ def test_components_with_weights_are_shared_if_there_are_many(folder: Path, monk
     assert [name for name, _ in one_copy.shareable_components(info, ["transformer"])] == ["text_encoder", "vae"]
 
 
-def filled(values: list[torch.Tensor], huge: bool, slow: bool) -> list[torch.Tensor]:
-    """What another view of a room has of tensors that were put there."""
+def test_a_room_has_what_was_put_there():
+    values = [torch.randn(3, 5), torch.randn(1 << 20).bfloat16(), torch.randn(1000, 777).t(), torch.tensor(2.5)]
     with ExitStack() as files:
-        room = shared_memory.MemoryFile(files)
-        room.grow(sum(rounded_up(one.nbytes) for one in values))
-        if not huge:
-            room._shared = None
+        room = shared_memory.MemoryFile(files, sum(rounded_up(one.nbytes) for one in values))
         starts = [room.put(one) for one in values]
-        room.finish()
-        assert not slow or not room._huge or False in room._huge
         memory = shared_memory.map_place(room.place)
-    return [
-        from_bytes(memory[start : start + one.nbytes], tuple(one.shape), one.dtype)
-        for start, one in zip(starts, values, strict=True)
-    ]
-
-
-@pytest.mark.parametrize(("huge", "slow"), [(True, False), (True, True), (False, False)])
-def test_a_room_has_what_was_put_there(monkeypatch: pytest.MonkeyPatch, huge: bool, slow: bool):
-    """With huge pages, with some where they take long, and with ordinary ones; also across their steps."""
-    if slow:
-        monkeypatch.setattr(shared_memory, "SLOW", 0.0)
-    values = [torch.randn(3, 5), torch.randn(1 << 23).bfloat16(), torch.randn(1000, 777).t(), torch.tensor(2.5)]
-    for found, one in zip(filled(values, huge, slow), values, strict=True):
+    for start, one in zip(starts, values, strict=True):
+        found = from_bytes(memory[start : start + one.nbytes], tuple(one.shape), one.dtype)
         assert torch.equal(found, one)
         assert found.data_ptr() % ALIGNMENT == 0
 
