@@ -87,11 +87,6 @@ def rank(config: dict[str, Any], slows: bool, steps: int) -> dict[str, Any]:
         restore(pipe)
 
 
-def by_step(ranks: list[dict[str, Any]], what: str) -> list[list[float]]:
-    """One line a rank, one value a step."""
-    return [[step[what] for step in each["steps"]] for each in ranks]
-
-
 def show(name: str, ranks: list[dict[str, Any]], slows: bool) -> None:
     """Print a case."""
     print(f"\n{name}")

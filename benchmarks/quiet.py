@@ -90,9 +90,3 @@ def exponents(groups: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float
     apart = np.concatenate([each - each.mean(axis=0) for each in logs])
     a, b = np.linalg.lstsq(apart[:, 1:], apart[:, 0], rcond=None)[0]
     return float(a), float(b)
-
-
-def at_best(sample: Sequence[float], shown: tuple[float, float]) -> float:
-    """Seconds that a sample (seconds, before, after) would have taken on quiet cores, by its `exponents`."""
-    seconds, before, after = sample
-    return seconds / (before ** shown[0] * after ** shown[1])

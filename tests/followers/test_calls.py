@@ -8,7 +8,6 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
@@ -189,22 +188,6 @@ def test_what_is_parallelised_already_is_refused(followers):
         ):
             followers.parallelize(part, {"ulysses": 2})
     assert relative_error(net(**given)[0], truth) <= 1e-5
-
-
-@torch.no_grad()
-def test_two_models_in_two_threads(followers):
-    models, given = [model(), model()], call()
-    models[1].out.weight.mul_(2.0)
-    truth = [net(**given)[0] for net in models]
-    for net, config in zip(models, ({"ulysses": 2}, {"ring": 2}), strict=True):
-        followers.parallelize(net, config)
-
-    @torch.no_grad()
-    def errors(number):
-        return [relative_error(models[number](**given)[0], truth[number]) for _ in range(4)]
-
-    with ThreadPoolExecutor(2) as threads:
-        assert max(error for one in threads.map(errors, range(2)) for error in one) <= 1e-5
 
 
 @torch.no_grad()

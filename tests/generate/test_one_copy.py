@@ -15,6 +15,7 @@ import ditmesh
 from ditmesh.comm.objects import gather_objects
 from ditmesh.core import digests
 from ditmesh.core.alignment import ALIGNMENT
+from ditmesh.followers import shared_memory
 from ditmesh.generate import one_copy
 from ditmesh.generate.model_info import find_model
 from support.tiny import save_tiny_ltx
@@ -145,3 +146,14 @@ def test_components_with_weights_are_shared_if_there_are_many(folder: Path, monk
     monkeypatch.setattr(one_copy, "MIN_SHARED_BYTES", 1)
     assert [name for name, _ in one_copy.shareable_components(info)] == ["text_encoder", "transformer", "vae"]
     assert [name for name, _ in one_copy.shareable_components(info, ["transformer"])] == ["text_encoder", "vae"]
+
+
+def test_a_file_that_was_replaced_is_not_opened(tmp_path: Path):
+    path = tmp_path / "weights"
+    path.write_bytes(b"one")
+    place = shared_memory.Place(0, str(path), 3, shared_memory.file_state(str(path)))
+    assert bytes(shared_memory.map_place(place).tolist()) == b"one"
+    (tmp_path / "other").write_bytes(b"two")
+    (tmp_path / "other").rename(path)
+    with pytest.raises(OSError, match="has changed meanwhile"):
+        shared_memory.map_place(place)

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import ast
-import copy
-import inspect
-import io
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,16 +19,14 @@ from PIL import Image
 
 from ditmesh import Client, extend
 from ditmesh.cli.main import main
-from ditmesh.client import ServerError
 from ditmesh.errors import ConfigError, InputError, RankFailed
 from ditmesh.generate.receipt import read_receipt
 from ditmesh.generate.video import frames_digest
 from ditmesh.serve.http.keys import new_key
 from ditmesh.serve.settings import ApiSettings
 from ditmesh.serve.types import ENDED
-from support import comfyui, comfyui_server, processes
+from support import comfyui
 from support.comfyui import NODES, WIDGETS, ComfyUI, InterruptProcessingException
-from support.comfyui_server import Server
 from support.serving import FakeBackend, drawn, serving
 
 STEPS = 4
@@ -113,70 +105,6 @@ def gone(pid: int) -> bool:
 # ---- definitions
 
 
-def test_every_node_is_defined_as_comfyui_wants_it(comfy: ComfyUI) -> None:
-    package = comfy.package
-    assert package.NODE_CLASS_MAPPINGS.keys() == package.NODE_DISPLAY_NAME_MAPPINGS.keys()
-    for name, kind in package.NODE_CLASS_MAPPINGS.items():
-        inputs = kind.INPUT_TYPES()
-        assert inputs.keys() <= {"required", "optional", "hidden"}, name
-        assert kind.CATEGORY == "ditmesh"
-        assert kind.DESCRIPTION
-        assert isinstance(kind.RETURN_TYPES, tuple)
-        assert all(isinstance(one, str) for one in kind.RETURN_TYPES)
-        assert len(getattr(kind, "RETURN_NAMES", kind.RETURN_TYPES)) == len(kind.RETURN_TYPES)
-        # A node without outputs would never run.
-        assert kind.RETURN_TYPES or kind.OUTPUT_NODE
-        taken = inspect.signature(getattr(kind, kind.FUNCTION)).parameters
-        by_name = any(one.kind is one.VAR_KEYWORD for one in taken.values())
-        for group, entries in inputs.items():
-            for key, entry in entries.items():
-                assert key in taken or by_name, (name, key)
-                if group == "optional" and key in taken:
-                    assert taken[key].default is not inspect.Parameter.empty, (name, key)
-                if group != "hidden":
-                    check_input(entry)
-
-
-def check_input(entry: Any) -> None:
-    """A widget's default is one of its values; what has no widget is of a type that some node makes."""
-    assert isinstance(entry, tuple)
-    kind, options = entry[0], entry[1] if len(entry) > 1 else {}
-    if isinstance(kind, list):
-        assert options["default"] in kind
-    elif kind in WIDGETS:
-        assert type(options["default"]) is WIDGETS[kind]
-        if kind in ("INT", "FLOAT"):
-            assert options["min"] <= options["default"] <= options["max"]
-    else:
-        assert kind in {"IMAGE", "MASK", "MODEL", "VAE"} or kind.startswith("DITMESH_")
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_shipped_workflows_are_valid(comfy: ComfyUI, path: Path) -> None:
-    assert comfy.errors(json.loads(path.read_text(encoding="utf-8"))) == []
-
-
-@pytest.mark.parametrize("path", STOCK, ids=lambda path: path.stem)
-def test_our_nodes_among_comfyui_s_own(comfy: ComfyUI, path: Path) -> None:
-    """The page's form of a workflow says what the form of the API says, and our nodes have all that they ask for."""
-    prompt = json.loads(path.read_text(encoding="utf-8"))
-    page = json.loads((NODES / "example_workflows" / path.name).read_text(encoding="utf-8"))
-    links, ours = {link[0]: link for link in page["links"]}, set()
-    assert [str(node["id"]) for node in page["nodes"]] == [*prompt]
-    for node in page["nodes"]:
-        kind, given = prompt[str(node["id"])]["class_type"], prompt[str(node["id"])]["inputs"]
-        assert node["type"] == kind
-        sockets = {one["name"]: [str(links[one["link"]][1]), links[one["link"]][2]] for one in node["inputs"]}
-        values = [one for one in node["widgets_values"] if one != "randomize"]
-        assert sockets == {name: value for name, value in given.items() if isinstance(value, list)}
-        assert values == [value for value in given.values() if not isinstance(value, list)]
-        if (own := comfy.classes.get(kind)) is not None and kind.startswith("Ditmesh"):
-            inputs = own.INPUT_TYPES()
-            assert [*inputs["required"], *inputs["optional"]] == [*given]
-            ours.add(kind)
-    assert ours == {"DitmeshParallelizeModel", "DitmeshParallelizeVAE"}
-
-
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_the_page_s_workflows_are_the_same(comfy: ComfyUI, path: Path) -> None:
     page = json.loads((NODES / "example_workflows" / path.name).read_text(encoding="utf-8"))
@@ -234,20 +162,6 @@ def test_the_picture_is_the_command_s_and_can_be_replayed(
     replayed = tmp_path / "replayed"
     assert ditmesh("replay", ours[1], "--threads", "1", "--out", replayed) == 0
     assert numpy.array_equal(pixels(next(replayed.glob("*.png"))), pixels(ours[1]))
-
-
-@pytest.mark.matrix
-def test_every_step_is_shown_with_a_preview(comfy: ComfyUI) -> None:
-    shown = comfy.run(workflow(seed=6, images=2))
-    steps = [content for kind, node, content in comfy.heard if kind == "progress" and node == "4"]
-    assert [(done, total) for done, total, _ in steps] == [(n, STEPS) for n in range(1, STEPS + 1)]
-    assert all(preview[0] == "JPEG" for _, _, preview in steps)
-    # The last latents are the picture's.
-    last = numpy.asarray(steps[-1][2][1]).astype(float)
-    with Image.open(saved(comfy, shown)[0]) as image:
-        small = numpy.asarray(image.convert("RGB").resize(steps[-1][2][1].size, Image.Resampling.BOX)).astype(float)
-    unrelated = abs(small.mean(axis=(0, 1)) - small).mean()
-    assert abs(last - small).mean() < 0.5 * unrelated
 
 
 @pytest.fixture(scope="module")
@@ -376,14 +290,6 @@ def test_a_video_comes_as_its_frames(comfy: ComfyUI, command: Callable[..., list
         comfy.run(prompt)
 
 
-@pytest.mark.matrix
-def test_frames_of_a_model_of_images_are_refused(comfy: ComfyUI) -> None:
-    prompt = workflow(seed=5)
-    prompt["3"]["inputs"]["frames"] = 5
-    with pytest.raises(InputError, match="generates images; leave --frames out"):
-        comfy.run(prompt)
-
-
 # ---- what stays, and what ends
 
 
@@ -418,13 +324,10 @@ def test_cancel_takes_effect_within_a_step_and_the_next_prompt_works(comfy: Comf
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "memory", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["unload models", "free memory"]
-)
-def test_unloading_ends_the_ranks_and_the_next_prompt_starts_them(comfy: ComfyUI, memory: bool) -> None:
+def test_unloading_ends_the_ranks_and_the_next_prompt_starts_them(comfy: ComfyUI) -> None:
     (before,) = saved(comfy, comfy.run(workflow(seed=15)))
     ranks = pids(comfy)
-    comfy.free(free_memory=memory)
+    comfy.free()
     assert ("unloaded", None, None) in comfy.heard
     assert pids(comfy) == []
     assert all(map(gone, ranks))
@@ -433,21 +336,6 @@ def test_unloading_ends_the_ranks_and_the_next_prompt_starts_them(comfy: ComfyUI
     (after,) = saved(comfy, comfy.run(workflow(seed=15, filename_prefix="after")))
     assert len(pids(comfy)) == 2
     assert numpy.array_equal(pixels(before), pixels(after))
-
-
-@pytest.mark.matrix
-def test_ranks_of_a_workflow_that_is_gone_make_room(comfy: ComfyUI) -> None:
-    comfy.run(workflow(seed=16))
-    ranks = pids(comfy)
-    moved = {f"1{key}": copy.deepcopy(node) for key, node in workflow(seed=16, cfg=1, ring=2).items()}
-    for node in moved.values():
-        node["inputs"] = {
-            name: [f"1{value[0]}", value[1]] if isinstance(value, list) else value
-            for name, value in node["inputs"].items()
-        }
-    comfy.run(moved)
-    assert all(map(gone, ranks))
-    assert len(pids(comfy)) == 2
 
 
 def test_a_rank_that_is_lost_costs_one_prompt(comfy: ComfyUI) -> None:
@@ -460,16 +348,6 @@ def test_a_rank_that_is_lost_costs_one_prompt(comfy: ComfyUI) -> None:
     (after,) = saved(comfy, comfy.run(workflow(seed=17, filename_prefix="after")))
     assert numpy.array_equal(pixels(before), pixels(after))
     assert not set(pids(comfy)) & set(ranks)
-
-
-@pytest.mark.matrix
-def test_a_class_conditional_model_without_a_callback_shows_steps_and_can_be_cancelled(comfy: ComfyUI) -> None:
-    prompt = workflow(model="emoji-dit-s", prompt="fox", cfg=1, ulysses=2)
-    comfy.on_progress = lambda done, total: comfy.interrupt() if done == 2 else None
-    with pytest.raises(InterruptProcessingException):
-        comfy.run(prompt)
-    steps = [content[:2] for kind, _, content in comfy.heard if kind == "progress"]
-    assert steps == [(1, STEPS), (2, STEPS)]
 
 
 # ---- refusals
@@ -493,30 +371,6 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(
     with pytest.raises(error, match=sentence) as raised:
         comfy.run(workflow(seed=19, **inputs))
     assert "\n" not in str(raised.value)
-
-
-def test_a_model_and_adapters_are_found_in_comfyui_s_folders(comfy: ComfyUI, tmp_path: Path) -> None:
-    from ditmesh import zoo
-
-    (comfy.models / "diffusers" / "mine").symlink_to(zoo.path())
-    host = comfy.package.nodes.host
-    assert Path(host.model_folder("mine")).resolve() == zoo.path().resolve()
-    assert host.model_folder("emoji-sd3") == "emoji-sd3"
-    assert host.model_folder("") == ""
-    (tmp_path / "secret.safetensors").write_bytes(b"")
-    assert host.lora_file("../../../secret.safetensors") == "../../../secret.safetensors"
-
-
-@pytest.mark.matrix
-def test_written_anew_is_loaded_anew(comfy: ComfyUI, tmp_path: Path, lora: Path) -> None:
-    file = tmp_path / "changing.safetensors"
-    file.write_bytes(lora.read_bytes())
-    kind = comfy.package.NODE_CLASS_MAPPINGS["DitmeshLoRA"]
-    first = kind.IS_CHANGED(lora=str(file), scale=1.0)
-    assert kind.IS_CHANGED(lora=str(file), scale=1.0) == first
-    time.sleep(0.01)
-    file.write_bytes(lora.read_bytes())
-    assert kind.IS_CHANGED(lora=str(file), scale=1.0) != first
 
 
 # ---- a server
@@ -558,202 +412,17 @@ def test_a_server_s_pictures_with_progress_and_receipts(comfy: ComfyUI, url: str
 
 
 @pytest.mark.matrix
-def test_what_a_server_is_sent(comfy: ComfyUI, url: str, tmp_path: Path) -> None:
-    Image.new("RGB", (64, 64), "red").save(tmp_path / "begin.png")
-    prompt = at_server(
-        url, "image_to_image", image=str(tmp_path / "begin.png"), strength=0.5, guidance=3.5, negative="blur", seed=7
-    )
-    prompt["7"] = {"class_type": "DitmeshLoRA", "inputs": {"lora": "oil", "scale": 0.5}}
-    prompt["4"]["inputs"]["loras"] = ["7", 0]
-    (path,) = saved(comfy, comfy.run(prompt))
+def test_cancel_cancels_the_server_s_job(comfy: ComfyUI, url: str) -> None:
     with Client(url, os.environ["KEY_OF_A_TEST"]) as client:
-        request = client.jobs(limit=1)[0].request
-    assert (request.seed, request.steps, request.guidance, request.strength) == (7, STEPS, 3.5, 0.5)
-    assert request.negative_prompt == "blur"
-    assert [(one.name, one.scale) for one in request.loras] == [("oil", 0.5)]
-    assert [one.role for one in request.inputs] == ["image"]
-    assert path.is_file()
-    prompt["8"] = {"class_type": "DitmeshLoRA", "inputs": {"lora": "oil", "scale": 1.0, "loras": ["7", 0]}}
-    prompt["4"]["inputs"]["loras"] = ["8", 0]
-    with pytest.raises(InputError, match="LoRA 'oil' stands twice on the stack"):
-        comfy.run(prompt)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("queued", [False, True], ids=["running", "queued"])
-def test_cancel_cancels_the_server_s_job(comfy: ComfyUI, url: str, queued: bool) -> None:
-    with Client(url, os.environ["KEY_OF_A_TEST"]) as client:
-        first = client.submit("a cactus", steps=10_000) if queued else None
         comfy.on_progress = lambda done, total: comfy.interrupt() if done == 3 else None
-        if queued:
-            threading.Timer(0.5, comfy.interrupt).start()
-        started = time.monotonic()
         with pytest.raises(InterruptProcessingException):
-            comfy.run(at_server(url, seed=20 + queued, steps=10_000))
-        assert time.monotonic() - started < 10
+            comfy.run(at_server(url, seed=20, steps=10_000))
         job = client.jobs(limit=1)[0]
-        assert job.request.prompt == "a red fox"
-        if first is not None:
-            client.cancel(first.id)
         limit = time.monotonic() + 10
         while (job := client.job(job.id)).status not in ENDED and time.monotonic() < limit:
             time.sleep(0.02)
     assert job.status == "cancelled"
-    assert job.step == 0 if queued else 3 <= job.step < 100
-
-
-@pytest.mark.matrix
-def test_what_a_server_cannot_do_is_said(comfy: ComfyUI, url: str) -> None:
-    with pytest.raises(InputError, match="scheduler UniPCMultistepScheduler: a server uses its models' own"):
-        comfy.run(at_server(url, scheduler="UniPCMultistepScheduler"))
-    with pytest.raises(InputError, match="no multiple of 8"):
-        comfy.run(at_server(url, width=33, height=33))
-    with pytest.raises(ServerError, match="it failed of internal"):
-        comfy.run(at_server(url, prompt="fail:internal"))
-    with pytest.raises(InputError, match="key"):
-        comfy.run(
-            {
-                **(prompt := at_server(url)),
-                "1": {**prompt["1"], "inputs": {**prompt["1"]["inputs"], "key_variable": ""}},
-            }
-        )
-    with pytest.raises(InputError, match=r"no server answers at http://127\.0\.0\.1:9"):
-        comfy.run(at_server("http://127.0.0.1:9"))
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(200)
-def test_ditmesh_serve_makes_the_command_s_picture(
-    comfy: ComfyUI, command: Callable[..., list[Path]], tmp_path: Path
-) -> None:
-    options = ["--devices", "2", "--cfg", "2", "--threads", "1", "--device", "cpu", "--port", "0"]
-    program = [sys.executable, "-m", "ditmesh", "serve", *options, "--folder", str(tmp_path / "serve")]
-    mark, environment = processes.marked({})
-    # The command's ranks are this process's; the server starts its own.
-    del environment["DITMESH_LAUNCHER"]
-    server = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        url = server.stdout.readline().split()[-1]
-        (ours,) = saved(comfy, comfy.run(at_server(url, seed=5)))
-        (wanted,) = command("--seed", "5")
-        assert numpy.array_equal(pixels(ours), pixels(wanted))
-        told = [content[:2] for kind, node, content in comfy.heard if kind == "progress" and node == "4"]
-        assert told[-1] == (STEPS, STEPS)
-        assert ditmesh("replay", ours, "--threads", "1", "--out", tmp_path / "replayed") == 0
-    finally:
-        server.terminate()
-        server.communicate(timeout=60)
-    assert not processes.wait_until_gone(mark, 10)
-
-
-# ---- a real ComfyUI
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = os.environ.get("DITMESH_COMFYUI")
-    if folder is None:
-        pytest.skip(
-            "DITMESH_COMFYUI names no folder of a ComfyUI (and DITMESH_COMFYUI_PYTHON no Python with its requirements)"
-        )
-    python = os.environ.get("DITMESH_COMFYUI_PYTHON", sys.executable)
-    with comfyui_server.server(Path(folder), python, tmp_path_factory.mktemp("comfyui") / "base") as made:
-        yield made
-
-
-def test_real_comfyui_makes_the_command_s_picture(
-    server: Server, command: Callable[..., list[Path]], tmp_path: Path
-) -> None:
-    known = server.ask("/object_info")
-    assert {"DitmeshLoadPipeline", "DitmeshGenerate", "DitmeshSave"} <= known.keys()
-    prompt = workflow(seed=5)
-    prompt["9"] = {"class_type": "SaveImage", "inputs": {"images": ["4", 0], "filename_prefix": "plain"}}
-    with server.listening() as listener:
-        number = server.send(prompt, {"workflow": {"nodes": []}})
-        heard = server.heard(listener, number)
-    assert heard[-1][0] == "execution_success", heard[-1]
-    steps = [(one["value"], one["max"]) for kind, one in heard if kind == "progress" and one["node"] == "4"]
-    assert steps == [(n, STEPS) for n in range(1, STEPS + 1)]
-    previews = [content for kind, content in heard if kind == "preview"]
-    assert len(previews) == STEPS
-    with Image.open(io.BytesIO(previews[-1])) as preview:
-        assert preview.format == "JPEG"
-    (wanted,) = command("--seed", "5")
-    ours = sorted(server.pictures(number))
-    assert [one.name.partition("_")[0] for one in ours] == ["ditmesh", "plain"]
-    for one in ours:
-        assert numpy.array_equal(pixels(one), pixels(wanted))
-    got, want = read_receipt(ours[0]), read_receipt(wanted)
-    assert got.model_copy(update=APART) == want.model_copy(update=APART)
-    with Image.open(ours[0]) as image:
-        assert json.loads(image.text["workflow"]) == {"nodes": []}  # type: ignore[attr-defined]
-    assert ditmesh("replay", ours[0], "--threads", "1", "--out", tmp_path) == 0
-    assert numpy.array_equal(pixels(next(tmp_path.glob("*-replayed.png"))), pixels(wanted))
-
-
-@pytest.mark.matrix
-def test_real_comfyui_cancels_within_a_step_and_goes_on(server: Server) -> None:
-    (before,) = server.run(workflow(seed=6))
-    ranks = processes.ranks_of(server.process.pid)
-    assert len(ranks) == 2
-
-    def interrupt(progress: Any) -> None:
-        if progress["value"] == 3:
-            server.ask("/interrupt", {})
-
-    with server.listening() as listener:
-        number = server.send(workflow(seed=7, steps=5000))
-        started = time.monotonic()
-        heard = server.heard(listener, number, {"progress": interrupt})
-    assert heard[-1][0] == "execution_interrupted", heard[-1]
-    assert time.monotonic() - started < 60
-    steps = [one["value"] for kind, one in heard if kind == "progress"]
-    assert steps[-1] < 100
-    (after,) = server.run(workflow(seed=6, filename_prefix="after"))
-    assert numpy.array_equal(pixels(before), pixels(after))
-    assert processes.ranks_of(server.process.pid) == ranks
-
-
-@pytest.mark.matrix
-def test_real_comfyui_s_unloading_and_other_settings_end_the_ranks(server: Server) -> None:
-    (before,) = server.run(workflow(seed=8))
-    ranks = processes.ranks_of(server.process.pid)
-    server.ask("/free", {"unload_models": True})
-    limit = time.monotonic() + 30
-    while not all(map(gone, ranks)) and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert all(map(gone, ranks))
-    # What is not asked for anew is not made anew.
-    server.run(workflow(seed=9))
-    (after,) = server.run(workflow(seed=8, filename_prefix="after"))
-    assert after != before
-    assert numpy.array_equal(pixels(before), pixels(after))
-    again = processes.ranks_of(server.process.pid)
-    assert len(again) == 2
-    assert not set(again) & set(ranks)
-    server.run(workflow(seed=8, cfg=1, ulysses=2))
-    others = processes.ranks_of(server.process.pid)
-    assert len(others) == 2
-    assert not set(others) & set(again)
-
-
-@pytest.mark.matrix
-def test_real_comfyui_begins_with_a_picture(server: Server, command: Callable[..., list[Path]]) -> None:
-    (begin,) = server.run(workflow(seed=9))
-    shutil.copy(begin, server.input / "begin.png")
-    (ours,) = server.run(workflow("image_to_image", seed=10, image="begin.png", strength=0.6))
-    (wanted,) = command("--seed", "10", "--image", begin, "--strength", "0.6")
-    assert numpy.array_equal(pixels(ours), pixels(wanted))
-
-
-@pytest.mark.matrix
-def test_real_comfyui_says_what_is_wrong(server: Server) -> None:
-    with server.listening() as listener:
-        heard = server.heard(listener, server.send(workflow(model="no-such-model")))
-    kind, content = heard[-1]
-    assert kind == "execution_error"
-    assert "no such folder" in content["exception_message"]
+    assert 3 <= job.step < 100
 
 
 def test_the_package_uses_public_names_and_extend_alone():

@@ -73,11 +73,6 @@ class Outside:
         return {**out, "img": out["img"] + self.mean}
 
 
-def noisy(given: Any, extra: Any) -> Any:
-    out = extra["original_block"](given)
-    return {**out, "img": out["img"] + torch.randn_like(out["img"])}
-
-
 def shifted(function: Any, q: Any, k: Any, v: Any, heads: int, **more: Any) -> Any:
     """An attention override: tokens ask for others than themselves."""
     return function(q.roll(1, dims=2 if more.get("skip_reshape") else 1), k, v, heads, **more)
@@ -234,13 +229,6 @@ def test_blocks_that_a_node_skips(node: Any, settings: str) -> None:
         sample(parallel(node, patched.replace_block(1, skipped), settings))
 
 
-def test_what_no_rank_can_compute_is_refused_by_the_name_of_the_patch(node: Any) -> None:
-    plain = Patcher(Base())
-    with pytest.raises(LayoutError, match="noisy of"):
-        sample(parallel(node, plain.replace_block(1, noisy)))
-    assert relative_error(sample(parallel(node, plain)), sample(plain)) <= 1e-5
-
-
 def overridden(model: Patcher, override: Any) -> Patcher:
     made = model.clone()
     made.options["optimized_attention_override"] = override
@@ -293,14 +281,6 @@ def test_training_behind_the_node_is_refused(node: Any) -> None:
     with torch.enable_grad(), pytest.raises(InputError, match="put that node before Parallelize model"):
         sample.__wrapped__(made)
     assert relative_error(sample(made), sample(plain)) <= 1e-5
-
-
-@pytest.mark.matrix
-def test_rows_that_are_branches_one_time_and_pictures_another(node: Any) -> None:
-    plain = Patcher(Base())
-    truth, made = sample(plain), parallel(node, plain)
-    for branches in ((0,), (1, 0), (0, 1)):
-        assert relative_error(sample(made, branches=branches), truth) <= 1e-5
 
 
 class Wrong(Autoencoder):

@@ -25,7 +25,7 @@ from ditmesh.lab.plan.step import Steps, steps_of
 from ditmesh.lab.plan.subject import subject
 from ditmesh.layout.conventions import Size
 from ditmesh.memory.cards import parts
-from ditmesh.memory.catalogue import shape, shapes
+from ditmesh.memory.catalogue import shape
 from ditmesh.memory.sizes import Workload
 from support.models import inputs, run, tiny
 from support.sample import sampled
@@ -48,26 +48,6 @@ def test_flops_are_those_of_torchs_counter(name):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         run(tiny(name), inputs(name, EVEN, masks=False))
     assert steps(name, {}).steady.flops == pytest.approx(counter.get_total_flops(), rel=2e-3)
-
-
-BILLIONS = {"flux.1-dev": 12, "flux.2-dev": 32, "wan-14b": 14, "wan-1.3b": 1.4, "hunyuan-video": 13, "mochi-1": 10}
-BILLIONS |= {"sd3.5-large": 8, "qwen-image": 20, "z-image": 6, "cogvideox-5b": 5.6, "sana-1.6b": 1.6, "ltx-video": 1.9}
-
-
-@pytest.mark.matrix
-def test_shipped_sizes():
-    """Every one has a source; the parameters are what the models are known for."""
-    from ditmesh.layout.describe import meta_model
-
-    assert set(BILLIONS) <= set(shapes())
-    for name, known in shapes().items():
-        assert len(known.source) > 20, name
-        assert "/" in known.repository
-        assert known.tokens(*known.size, known.num_frames) > 0
-    for name, billions in BILLIONS.items():
-        known = shape(name)
-        module = meta_model(known.transformer, known.config)
-        assert sum(p.numel() for p in module.parameters()) / 1e9 == pytest.approx(billions, rel=0.05), name
 
 
 def test_every_part_has_a_source():
@@ -110,21 +90,6 @@ def test_bytes_are_those_that_travel(ranks, name, config):
     # Of two ranks an all-reduce sends as much as the tensor has.
     for travelled in ranks(2).run(sent, name, config, EVEN):
         assert sum(found.steady.sent.values()) == pytest.approx(travelled[1], rel=0.02)
-
-
-def test_a_command_explains_a_configuration(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", "--devices", "4", "--ulysses", "2", "--cfg", "2", "--json"])
-    assert not ended.value.code
-    found = json.loads(capsys.readouterr().out)
-    layers = [(layer["around"], layer["name"]) for layer in found["layers"]]
-    assert layers.index(("request", "BatchRows")) < layers.index(("request", "ExactSequence"))
-    assert {"request", "forward"} < {layer["around"] for layer in found["layers"]}
-    assert all(layer["reason"] for layer in found["layers"])
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", "--devices", "2", "--pipe", "2", "--set", "patches=2"])
-    assert not ended.value.code
-    assert "PipeFusion._around_call" in capsys.readouterr().out
 
 
 # --- seconds -----------------------------------------------------------------------------------------------------
@@ -239,7 +204,7 @@ def test_published_tables_have_a_source_and_fit_the_catalogue(path):
     made = machine(table["device"], table["devices"])
     assert link(table["link"]).bandwidth > 0
     for row in table["rows"]:
-        assert ParallelConfig(**row["config"]).world_size <= made.world_size
+        assert ParallelConfig(**row["config"]).world_size <= made.devices
         assert row["seconds"] > 0
 
 

@@ -16,7 +16,6 @@ import ditmesh
 from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.errors import ConfigError, InputError
-from ditmesh.generate.model_info import find_model
 from ditmesh.lab.study import analysis, plan, running, samplers
 from ditmesh.lab.study.analysis import Mean, StudyResults
 from ditmesh.lab.study.store import Store
@@ -81,7 +80,10 @@ def test_quality_against_bytes(small):
     html = (small / "report.html").read_text(encoding="utf-8")
     table = json.loads((small / "results.json").read_text(encoding="utf-8"))["table"]
     expected = {
-        f"{row['strategy']}, N = {row['devices']}, {row['warmup']}": (row["sent"]["ring"] / 1e6, row["psnr"]["value"])
+        f"{row['strategy']}, N = {row['devices']}, {row['warmup']}": (
+            sum(row["sent"].values()) / 1e6,
+            row["psnr"]["value"],
+        )
         for row in table
     }
     chart, waiting = [table for table in Reader(html).tables if table[0][-1] == "Pareto front"]
@@ -165,11 +167,6 @@ def test_resumes(small, capsys):
         (["--model", "emoji-sd3", "--sampler", "ddim"], "does not go with a flow-matching model"),
         (["--model", "./nowhere"], "no such folder"),
         (["--images", "0"], "--images 0 is not possible; use --images 1"),
-        (["--steps", "0"], "--steps 0 is not possible; use --steps 1"),
-        (["--batch", "0"], "--batch 0 is not possible; use --batch 1"),
-        (["--jobs", "0"], "--jobs 0 is not possible; use --jobs 1"),
-        (["--seed", "-1"], "--seed -1 is not possible; use --seed 0"),
-        (["--size", "big"], "--size big: write WIDTHxHEIGHT, for example 1024x1024"),
         (["--launcher", "ray"], "--launcher ray starts real ranks, and all are simulated; add --real"),
     ],
 )
@@ -282,32 +279,6 @@ def test_taps_change_nothing(tmp_path):
     assert "step" not in vars(pipe.scheduler)
 
 
-@pytest.mark.matrix
-def test_pipefusion(tmp_path, capsys):
-    """Patches in one process; the policy of single steps reaches them."""
-    options = [*OPTIONS, "--strategy", "pipefusion", "--warmup", "1,3,steps(0 2)"]
-    data = study(capsys, tmp_path, *options)
-    one, every, given = data["table"]
-    assert [row["synchronous"]["value"] for row in data["table"]] == [1, 3, 2]
-    assert one["psnr"]["value"] < given["psnr"]["value"] < 90 < every["psnr"]["value"]
-    cells = json.loads((tmp_path / "results.json").read_text())["cells"]
-    (first,) = [cell for cell in cells if cell["cell"]["warmup"] == "fixed(1)"]
-    assert first["same_latents"][0] < 1e-4 < 1e-3 < min(first["same_latents"][1:])
-    drifts = [step["drift"] for step in first["steps"]]
-    # The first stale step is cut into other patches than the step before.
-    assert drifts[:2] == [{}, {}]
-    assert all(drifts[2:])
-
-
-@pytest.mark.matrix
-def test_two_processes(tmp_path, capsys):
-    options = [*OPTIONS, "--warmup", "1,2", "--strategy", "naive", "--no-detail"]
-    both = study(capsys, tmp_path / "two", *options, "--jobs", "2")
-    one = study(capsys, tmp_path / "one", *options)
-    assert both["ran"] == one["ran"] == 3
-    assert both["table"] == one["table"]
-
-
 def test_lists():
     assert plan.split_list("1,sqrt(2),adaptive(2, 1)", "--warmup") == ["1", "sqrt(2)", "adaptive(2, 1)"]
     assert plan.read_warmups("0,20,40,sqrt(2),20", 16) == ("fixed(0)", "fixed(16)", "sqrt(2)")
@@ -339,33 +310,26 @@ def test_keys_tell_settings_apart():
     assert cell.key(plan.Setup("/b", "b", "digest", steps=4)) == cell.key(setup)
 
 
-@pytest.mark.parametrize("name", [*samplers.FLOW_SAMPLERS, *samplers.DDPM])
-def test_samplers(name):
-    """Every sampler can be set, keeps what the model was trained for, and `own` brings the model's own back."""
+@pytest.mark.parametrize(("model", "name"), [("emoji-sd3", "dpm"), (MODEL, "dpm"), (MODEL, "euler")])
+def test_a_sampler_keeps_what_the_model_was_trained_for(model, name):
     from types import SimpleNamespace
 
     from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
-    plain = {
-        "emoji-sd3": FlowMatchEulerDiscreteScheduler(shift=3.0),
-        MODEL: DDIMScheduler(prediction_type="v_prediction", timestep_spacing="trailing"),
-    }
-    for model, scheduler in plain.items():
-        table = samplers.FLOW_SAMPLERS if model == "emoji-sd3" else samplers.DDPM
-        if name not in table:
-            with pytest.raises(InputError):
-                samplers.check_sampler(name, zoo.path(model))
-            continue
-        samplers.check_sampler(name, zoo.path(model))
-        pipe = SimpleNamespace(scheduler=scheduler)
-        samplers.set_sampler(pipe, name, scheduler)
-        assert type(pipe.scheduler).__name__ == table[name][0]
-        if table is samplers.DDPM:
-            assert pipe.scheduler.config.prediction_type == "v_prediction"
-        else:
-            assert 3.0 in (pipe.scheduler.config.get("shift"), pipe.scheduler.config.get("flow_shift"))
-        samplers.set_sampler(pipe, "own", scheduler)
-        assert pipe.scheduler is scheduler
+    is_flow = model == "emoji-sd3"
+    plain = FlowMatchEulerDiscreteScheduler(shift=3.0) if is_flow else DDIMScheduler(prediction_type="v_prediction")
+    samplers.check_sampler(name, zoo.path(model))
+    pipe = SimpleNamespace(scheduler=plain)
+    samplers.set_sampler(pipe, name, plain)
+    assert type(pipe.scheduler).__name__ == (samplers.FLOW_SAMPLERS if is_flow else samplers.DDPM)[name][0]
+    if is_flow:
+        assert pipe.scheduler.config["flow_shift"] == 3.0
+    else:
+        assert pipe.scheduler.config.prediction_type == "v_prediction"
+    samplers.set_sampler(pipe, "own", plain)
+    assert pipe.scheduler is plain
+    with pytest.raises(InputError):
+        samplers.check_sampler("ddim" if is_flow else "heun", zoo.path(model))
 
 
 def test_fit():
@@ -382,21 +346,6 @@ def test_fit():
     assert analysis.fit_power({4: 2.0}) is None
     assert analysis.fit_power({2: 0.0, 4: 0.0}) is None
     assert analysis.fit_root({}) == (None, None)
-
-
-@pytest.mark.matrix
-def test_curves():
-    curve = {0: 20.0, 2: 30.0, 4: 29.0, 8: 40.0}
-    assert analysis.first_reaching(curve, 25) == 1
-    assert analysis.first_reaching(curve, 20) == 0
-    assert analysis.first_reaching(curve, 40) == 8
-    assert analysis.first_reaching(curve, 41) is None
-    assert analysis.interpolate(curve, 1) == 25
-    assert analysis.interpolate(curve, 8) == 40
-    assert analysis.interpolate(curve, 9) is None
-    assert analysis.mean([1.0, 3.0, None]) == Mean(2.0, 1.0, 2)
-    assert analysis.mean([None]) == Mean(None, None, 0)
-    assert analysis.mean([5]).error is None
 
 
 def made_up(psnr: dict[str, list[float]], synchronous: dict[str, int]) -> StudyResults:
@@ -482,11 +431,3 @@ def test_a_run_that_went_astray(tmp_path):
     (line,) = (tmp_path / "cells.jsonl").read_text().splitlines()
     assert json.loads(line) == {"key": "x", "images": [], "prediction_error": [[None, 1.0]], "3": None}
     assert analysis.mean([None, 1.0]) == Mean(1.0, None, 1)
-
-
-@pytest.mark.matrix
-def test_models_without_training_pictures(tmp_path):
-    assert running.nearest_matches_prompt(tmp_path, plan.Cell("own", ("fox",), (0,)), np.zeros((1, 8, 8, 3))) is None
-    info = find_model(zoo.path("emoji-sd3"))
-    cell = plan.Cell("own", ("something else",), (0,))
-    assert running.nearest_matches_prompt(info.files, cell, np.zeros((1, 64, 64, 3))) is None

@@ -11,7 +11,6 @@ import os
 import random
 import re
 import signal
-import tempfile
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh.launch import RankPool
 from support import ruled
 from support.faults import (
     DEADLINE,
@@ -33,7 +31,6 @@ from support.faults import (
     drill,
     injected,
     opened,
-    pipeline,
     processes,
     signalled,
     tried,
@@ -250,104 +247,6 @@ def test_ranks_that_come_for_different_things(ranks):
     assert "different things" in drew
     # Rank 0 has left the mesh.
     assert alone.startswith("PeerError: rank 0 has ended or has given up"), alone
-
-
-def stopped(config: dict[str, Any], at: int, timeout: float, *, report: Any) -> dict[str, Any]:
-    """Rank 1 is stopped in a request, until the other one has called three times; then restore."""
-    rank = dist.get_rank()
-    before = bits(pipeline("sd3").transformer)
-    pipe, drawn, fault = opened("sd3", config, timeout)
-    truth = drawn()
-    fault.arm(at if rank == 1 else None, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    found: dict[str, Any] = {"calls": [tried(drawn, truth) for _ in range(3)]}
-    report("called")
-    try:
-        ditmesh.restore(pipe)
-        found["restored"] = same_bits(before, bits(pipe.transformer))
-    except ditmesh.PeerError as error:
-        found["restored"] = str(error)
-        found["refused"] = tried(drawn, truth)[0]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("strategy", "at", "shared"),
-    [
-        pytest.param("tensor", 9, True, marks=pytest.mark.matrix),
-        pytest.param("ulysses", 5, False, marks=pytest.mark.matrix),
-        pytest.param("tensor", 9, False, marks=pytest.mark.matrix),
-        pytest.param("ulysses", 5, True, marks=pytest.mark.matrix),
-        # In a block, while the weights of the next one are on their way.
-        pytest.param("ulysses + shard", 12, True, marks=pytest.mark.matrix),
-        pytest.param("ulysses + shard", 12, False, marks=pytest.mark.matrix),
-    ],
-)
-def test_a_rank_that_is_stopped(ranks, strategy, at, shared):
-    """Longer than the deadline: errors in time, then a sentence; nothing waits for ever, nothing is wrong."""
-    config = {**STRATEGIES[strategy][1], "shared_memory": shared, "inputs": "trust"}
-    timeout, pool = 3.0, ranks(2)
-
-    def wake(rank: int, _: Any) -> None:
-        if rank == 0:
-            os.kill(pool.pids[1], signal.SIGCONT)
-
-    here, there = pool.run(stopped, config, at, timeout, on_message=wake)
-    (first, took), (second, took_again), (third, at_once) = here["calls"]
-    assert "timed out" in first, first
-    assert max(took, took_again) < PROMPT
-    assert re.search(
-        r"rank 1 did not come to a call of \w+ within 3 s after a request had failed: rank 0 waited in the boundary "
-        r"of a call of \w+, at .*; rank 1 gave no answer; call ditmesh",
-        second,
-    )
-    assert third == second
-    # Without waiting for the deadline once more.
-    assert at_once < timeout
-    assert all(how != "wrong" for how, _ in there["calls"])
-    for found in (here, there):
-        if strategy in SPREAD:
-            assert "could not be put together again" in found["restored"]
-            assert "could not be put together again" in found["refused"]
-        else:
-            assert found["restored"] is True, found["restored"]
-
-
-def killed(config: dict[str, Any], at: int, number: int) -> None:
-    _, drawn, fault = opened("sd3", config, DEADLINE)
-    drawn()
-    fault.arm(at if dist.get_rank() == 1 else None, lambda: os.kill(os.getpid(), number))
-    drawn()
-
-
-def left_behind() -> set[str]:
-    folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
-    return {
-        str(p) for folder in folders for p in folder.iterdir() if p.name.startswith(("ditmesh-", "pymp-", "torch_"))
-    }
-
-
-@pytest.mark.parametrize(
-    ("strategy", "shared"),
-    [
-        ("tensor", True),
-        *(pytest.param(*case, marks=pytest.mark.matrix) for case in (("tensor", False), ("ulysses + shard", True))),
-        pytest.param("ulysses + shard", False, marks=pytest.mark.matrix),
-    ],
-)
-def test_a_rank_that_is_killed(strategy, shared):
-    """At moments chosen under a fixed seed. The others raise at once, and nothing stays."""
-    generator = torch.Generator().manual_seed(7)
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        at = int(torch.randint(0, 30, (1,), generator=generator))
-        pool = RankPool(2, threads=1, timeout=60.0)
-        pids, began = pool.pids, time.monotonic()
-        with pytest.raises(ditmesh.RankFailed) as caught:
-            pool.run(killed, {**STRATEGIES[strategy][1], "shared_memory": shared}, at, int(number))
-        assert caught.value.rank == 1
-        assert f"rank 1 of 2 was killed by {number.name}" in str(caught.value)
-        assert time.monotonic() - began < PROMPT
-        assert not any(alive(pid) for pid in pids)
-        assert str(pool._folder) not in left_behind()
 
 
 def bare(shared: bool) -> list[str]:

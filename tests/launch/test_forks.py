@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import copy
-import sys
-import types
 
 import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers.transformer_ltx import LTXAttention
 from torch import nn
 
 import ditmesh
 from ditmesh.core.library import is_published, library_class, library_name
-from ditmesh.layout import known_tables, layout_of
+from ditmesh.layout import layout_of
 from ditmesh.recipe import RECIPE
 from ditmesh.strategies import support
-from ditmesh.strategies.tensor.slices import plan_slices
-from ditmesh.strategies.token_mixers import linear_attention
 from ditmesh.strategies.vae.tested import TESTED
-from ditmesh.train.objective import _tables
 from support.models import RAGGED, inputs, relative_error, run, tiny
 
 
@@ -66,17 +60,6 @@ class PixArtTransformer2DModel(nn.Module):
         return x
 
 
-class OverTheImage(nn.Module):
-    """Stands in for a block of diffusers' Flux: its own attention over the image, no text."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mixing = Mixing(width, 4)
-
-    def forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
-        return encoder_hidden_states, hidden_states + self.mixing(hidden_states) * 0.3
-
-
 class ToTheImage:
     """A processor that attends to the image where diffusers' attends to the text."""
 
@@ -95,15 +78,6 @@ def fork():
         "hidden_states": torch.randn(1, 16, 8),
         "timestep": torch.tensor([0.5]),
     }
-
-
-def other_blocks():
-    """All blocks of a diffusers model are another class."""
-    model, call = copy.deepcopy(tiny("Flux")), inputs("Flux", RAGGED)
-    torch.manual_seed(0)
-    width = model.inner_dim
-    model.transformer_blocks = nn.ModuleList(OverTheImage(width) for _ in range(2))
-    return model, call
 
 
 def other_processors():
@@ -132,7 +106,7 @@ def forward(model, call):
 
 
 @pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
-@pytest.mark.parametrize("make", ["fork", "other_blocks", "other_processors"])
+@pytest.mark.parametrize("make", ["fork", "other_processors"])
 def test_what_only_has_the_name_is_looked_at(ranks, make, config):
     for error, source in ranks(2).run(drawn, make, config):
         assert error < 1e-5
@@ -147,20 +121,6 @@ def test_a_fork_is_none_of_the_library():
         support.check_tested(
             type(model).__name__, ditmesh.ParallelConfig(ulysses=2), RECIPE, published=layout_of(model) is not None
         )
-
-
-def test_a_file_that_a_model_brings_along_is_none_of_the_library(monkeypatch):
-    module = types.ModuleType("diffusers_modules.local.transformer")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    kind = type("FluxTransformer2DModel", (nn.Module,), {"__module__": module.__name__})
-    module.FluxTransformer2DModel = kind
-    assert library_class(kind) is None
-
-
-def test_a_class_that_claims_the_module_is_none_of_the_library():
-    original = diffusers.FluxTransformer2DModel
-    kind = type(original.__name__, (nn.Module,), {"__module__": original.__module__})
-    assert library_class(kind) is None
 
 
 def test_a_subclass_counts_while_it_replaces_no_method():
@@ -213,35 +173,8 @@ def seen_while_parallel():
         return layout_of(model) is not None
 
 
-class ForkedAttention(LTXAttention):
-    def forward(self, hidden_states, **_):
-        return hidden_states
-
-
-def test_tables_and_processors_go_by_class():
-    model = copy.deepcopy(tiny("LTX"))
-    assert len(plan_slices(model, 2).tables) == 2 * len(model.transformer_blocks)
-    ForkedAttention.__name__ = "LTXAttention"
-    assert any(table.kind == "LTXAttention" for table in known_tables())
-    for module in list(model.modules()):
-        if type(module) is LTXAttention:
-            module.__class__ = ForkedAttention
-    assert not plan_slices(model, 2).tables
-    name = "SanaLinearAttnProcessor2_0"
-    attention = nn.Module()
-    attention.processor = type(name, (), {})()
-    with pytest.raises(ditmesh.LayoutError, match="stands in for Sana"):
-        linear_attention(attention, None, "attn1", name)
-
-
 def test_autoencoders_go_by_class():
     original = diffusers.AutoencoderTiny
     kind = type("AutoencoderTiny", (original,), {"decode": lambda self, latents: latents})
     assert library_name(kind()) not in TESTED
     assert library_name(original()) in TESTED
-
-
-def test_training_goes_by_class():
-    kind = type("DDPMScheduler", (diffusers.DDPMScheduler,), {"add_noise": lambda self, *_: None})
-    with pytest.raises(ditmesh.ConfigError, match="no scheduler of diffusers"):
-        _tables(kind())

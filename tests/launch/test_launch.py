@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from ditmesh.cli.main import main
 from ditmesh.errors import ConfigError, RankFailed
-from ditmesh.launch import RankPool, default_threads, from_torchrun, init_from_environment, launcher, resolve_device
+from ditmesh.launch import RankPool, from_torchrun, init_from_environment, launcher, resolve_device
 from ditmesh.launch.processes import block_sigint
 from support import processes
 from support import rank_functions as on_rank
@@ -54,17 +53,6 @@ def test_messages_arrive_in_order_from_every_rank(ranks: Ranks) -> None:
     results = ranks(2).run(on_rank.count_to, 50, on_message=lambda rank, message: heard[rank].append(message))
     assert results == [50, 50]
     assert heard == [list(range(50))] * 2
-
-
-def test_threads_are_set_in_torch_and_for_libraries() -> None:
-    with RankPool(1, threads=2) as pool:
-        assert pool.run(on_rank.threads) == [(2, "2")]
-
-
-def test_default_threads_share_out_the_cores() -> None:
-    assert default_threads(10_000, "cpu") == 1
-    assert default_threads(1, "cuda") <= 8
-    assert default_threads(1, "cpu") >= default_threads(2, "cpu") >= 1
 
 
 @pytest.mark.parametrize(
@@ -174,11 +162,6 @@ def test_what_cannot_be_sent_leaves_the_pool_open(ranks: Ranks) -> None:
     assert ranks(2).run(on_rank.identity) == [(0, 2, None), (1, 2, None)]
 
 
-def test_an_answer_that_cannot_be_sent_is_a_failure_of_its_rank(pool: RankPool) -> None:
-    with pytest.raises(RankFailed, match="pickle"):
-        pool.run(on_rank.answer_with_a_lock)
-
-
 def identity_of(value: object) -> Callable[[], object]:
     return lambda: value
 
@@ -187,50 +170,6 @@ def test_functions_without_a_name_travel_by_value(ranks: Ranks) -> None:
     answers = ranks(2).run(identity_of([1, 2]))
     assert answers == [[1, 2]] * 2
     assert [answer(3) for answer in ranks(2).run(lambda: lambda x: x + 1)] == [4, 4]
-
-
-SESSION = """
-from dataclasses import dataclass
-from ditmesh.launch import RankPool
-
-OFFSET = 10
-
-@dataclass
-class Pair:
-    rank: int
-    offset: int
-
-class Odd(Exception):
-    pass
-
-def job(first, fails=False):
-    import torch.distributed as dist
-    if fails:
-        raise Odd(first)
-    return Pair(first.rank + dist.get_rank(), OFFSET)
-
-with RankPool(2, threads=1, preload=("torch",)) as pool:
-    assert pool.run(job, Pair(5, 0)) == [Pair(5, 10), Pair(6, 10)]
-    OFFSET = 20
-    assert pool.run(job, first=Pair(5, 0)) == [Pair(5, 20), Pair(6, 20)]
-    try:
-        pool.run(job, "odd", True)
-    except RuntimeError as error:
-        assert isinstance(error.__cause__, Odd), error
-        assert error.pool_open
-print("done")
-"""
-
-
-@pytest.mark.matrix
-def test_what_an_interactive_session_defines_can_be_run() -> None:
-    """It has no main module that ranks could import; functions, classes and exceptions come back as they are."""
-    mark, environment = processes.marked({"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
-    done = subprocess.run(
-        [sys.executable, "-c", SESSION], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.stdout == "done\n", done.stderr
-    assert processes.wait_until_gone(mark, 10) == []
 
 
 # ---- a failed call, and the next one
@@ -276,13 +215,6 @@ def test_a_message_of_a_failed_call_is_not_taken_for_a_later_one(pool: RankPool)
     assert pool.run(on_rank.pass_on, 2.0) == [2.0] * 3
 
 
-def test_ranks_that_wait_for_the_one_that_raised_end_the_pool(pool: RankPool) -> None:
-    with pytest.raises(RankFailed) as caught:
-        pool.run(on_rank.fail, 1, "raise")
-    assert not caught.value.pool_open
-    assert_gone(pool)
-
-
 # ---- ranks that are stopped
 
 
@@ -296,13 +228,6 @@ def test_stopped_ranks_are_a_failure_within_the_timeout(size: int) -> None:
         assert time.monotonic() - started < 60
         assert caught.value.lost == tuple(range(size))
         assert "gone on for 1.5 s, the timeout, after it was stopped by a signal such as SIGSTOP" in str(caught.value)
-        assert_gone(pool)
-
-
-def test_a_rank_that_stops_in_the_middle_of_a_message_is_a_failure() -> None:
-    with RankPool(1, threads=1, timeout=1.5) as pool:
-        with pytest.raises(RankFailed, match="after it was stopped"):
-            pool.run(on_rank.stop_in_the_middle_of_a_message, on_message=lambda rank, _: None)
         assert_gone(pool)
 
 
@@ -321,17 +246,6 @@ def test_ranks_that_compute_for_long_are_not_stopped() -> None:
         assert pool.run(on_rank.size_of, bytes(50_000_000)) == [50_000_000]
 
 
-def test_a_stopped_rank_that_others_wait_for_is_named_first() -> None:
-    with RankPool(2, threads=1, timeout=1.5) as pool:
-        os.kill(pool.pids[1], signal.SIGSTOP)
-        with pytest.raises(RankFailed) as caught:
-            pool.run(on_rank.total, 1.0)
-        assert caught.value.lost == (1,)
-        first = str(caught.value).split("\n", 1)[0]
-        assert first.startswith("rank 1 of 2 ")
-        assert "stopped by a signal such as SIGSTOP" in first
-
-
 def test_garbage_is_collected_without_looking_at_what_ranks_share() -> None:
     """Each rank took 137 MiB for itself in its first full collection, which came after a hundred thousand cycles."""
     with RankPool(1, threads=1) as pool:
@@ -339,22 +253,6 @@ def test_garbage_is_collected_without_looking_at_what_ranks_share() -> None:
     assert grown < 16
     assert shared > 100_000
     assert waiting < 20_000
-
-
-def test_only_the_fork_server_that_a_rank_comes_from_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """When that has died, its number may be another process's, and the parent is somebody who takes in orphans."""
-    from ditmesh.launch import rank
-
-    killed: list[int] = []
-    owner = threading.Thread()
-    owner.start()
-    monkeypatch.setattr("multiprocessing.parent_process", lambda: owner)
-    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
-    monkeypatch.setattr(os, "_exit", lambda code: None)
-    for server, parent in ((4321, 1), (None, 1), (4321, 4321)):
-        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
-        rank._follow_owner(rank.RankSettings(0, 1, "cpu", 0, 1, 1.0, str(tmp_path), server))
-    assert killed == [4321]
 
 
 def test_a_fork_server_that_cannot_import_is_an_error(tmp_path: Path) -> None:
@@ -399,13 +297,6 @@ def test_a_launcher_that_is_not_there_is_refused(name: str) -> None:
         launcher(name, 1)
 
 
-def test_the_usual_launcher_is_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
-    monkeypatch.setattr(RankPool, "__init__", lambda self, *arguments: made.append(arguments))
-    assert type(launcher(None, 2, "cpu")) is RankPool
-    assert made == [(2, "cpu")]
-
-
 def test_a_receiver_that_raises_ends_the_ranks(pool: RankPool) -> None:
     def interrupt(rank: int, message: object) -> None:
         raise KeyboardInterrupt
@@ -440,11 +331,6 @@ def test_impossible_pools_are_refused(arguments: dict, said: str) -> None:
         RankPool(**arguments)
 
 
-def test_every_rank_needs_a_gpu_of_its_own() -> None:
-    with pytest.raises(ConfigError, match=r"gpus \[0, 2, 3\] are 3 for 2 ranks"):
-        RankPool(2, gpus=(0, 2, 3))
-
-
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -477,48 +363,12 @@ def test_ranks_of_torchrun_start_no_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_half_an_environment_of_torchrun_is_refused_in_one_sentence(
-    variables: dict[str, str],
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=re.escape(says)):
         init_from_environment()
-    with pytest.raises(SystemExit) as left:
-        main(["generate", "a red fox", "--steps", "1", "--device", "cpu", "--out", str(tmp_path)])
-    assert left.value.code == 2
-    said = capsys.readouterr().err
-    if variables["RANK"] == "3":
-        # Rank 0 says it.
-        assert said == ""
-    else:
-        assert said.startswith("ditmesh: ")
-        assert says in said
-        assert len(said.splitlines()) == 1
-
-
-@pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "2"}])
-def test_what_a_scheduler_tells_a_machine_is_no_rank(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert not from_torchrun()
-
-
-@pytest.mark.parametrize("command", ["study", "replay", "doctor"])
-def test_commands_that_start_ranks_refuse_those_of_torchrun(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as left:
-        main([command, *(["picture.png"] if command == "replay" else [])])
-    assert left.value.code == 2
-    assert capsys.readouterr().err == f"ditmesh: ditmesh {command} starts the ranks it needs; leave torchrun out\n"
 
 
 OWNER = """

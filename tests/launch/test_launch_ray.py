@@ -146,15 +146,9 @@ def test_a_rank_that_is_lost_is_named(ranks2: Any, number: int, said: str) -> No
         ranks2.run(signalled, number)
     assert time.monotonic() - started < TIMEOUT + 15
     assert (failed.value.lost, failed.value.pool_open) == ((1,), False)
-    with pytest.raises(ConfigError, match="are closed"):
+    with pytest.raises(ConfigError, match="is closed"):
         ranks2.run(os.getpid)
     assert gone()
-
-
-def test_a_deadline(ranks2: Any) -> None:
-    with pytest.raises(RankFailed, match=r"ranks 0, 1 of 2 had not answered within 0\.5 s") as failed:
-        ranks2.run(time.sleep, 5, deadline=0.5)
-    assert "time.sleep" in str(failed.value) or "in _answer" in str(failed.value)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +186,3 @@ def test_no_cluster_there() -> None:
     assert "no Ray cluster answers at 127.0.0.1:1" in done.stderr
     with pytest.raises(ConfigError, match="takes no address"):
         launcher("local@here", 1)
-
-
-def test_a_call_that_is_watched(ranks2: Any) -> None:
-    with pytest.raises(RankFailed, match="ranks 0, 1 of 2 had not come back"):
-        ranks2.run(time.sleep, 10, watch=lambda: "come back")

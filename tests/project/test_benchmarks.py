@@ -82,22 +82,10 @@ def check_faults(figures: dict[str, Any]) -> None:
     assert (figures["accepted"], figures["lost"], figures["wrong"], figures["bad"]) == (40, [], 0, [])
 
 
-def check_bursts(figures: dict[str, Any]) -> None:
-    assert len(figures["bursts"]) == 6
-    assert {burst["moment"] for burst in figures["bursts"]} == {"start", "work", "end"}
-
-
 def check_load(figures: dict[str, Any]) -> None:
     assert (figures["load"]["lost"], figures["load"]["wrong"]) == (0, 0)
     assert figures["alone"]["largest_difference"] <= 1
     assert figures["calls_ratio"] < 1
-
-
-def check_servers(figures: dict[str, Any]) -> None:
-    for run in figures["runs"]:
-        assert (run["deadline"], run["done"], run["wrong"], run["refused"]) == (1.5, 6, 0, [])
-        assert 0 < run["p50_seconds"] <= run["p95_seconds"] <= run["p99_seconds"]
-    assert len(figures["runs"]) == 4
 
 
 def check_memory(figures: dict[str, Any]) -> None:
@@ -113,20 +101,16 @@ def check_true_sizes(figures: dict[str, Any]) -> None:
 
 
 SOURCE = str(BENCHMARKS.parent / "src")
-SERVER_LOAD = ["--arrivals", "poisson,bursts", "--load", "0.5", "--requests", "6", "--distinct", "2", "--steps", "3"]
-TWO_SERVERS = ["--server", "--devices 1", "--server", "--devices 2 --ulysses 2"]
 SMALL = ["--megabytes", "12", "--blocks", "3", "--latent", "8", "--steps", "1", "--forms", "plain", "ulysses=2"]
 RUNS: dict[str, tuple[list[str], Callable[[Any], None]]] = {
     "exact": (["--repeats", "2", "--runs", "1", "--only", "ring=2", "--against", SOURCE], check_taking_turns),
     "overhead": (["--repeats", "1", "--runs", "1", "--only", "1 rank", "ulysses=2"], check_overhead),
     "training": (["--steps", "2", "--repeats", "1"], check_training),
     "serving_faults": (["--requests", "40", "--clients", "8", "--distinct", "5", "--steps", "4"], check_faults),
-    "serving_faults bursts": (["--bursts", "6", "--seed", "1"], check_bursts),
     "serving_load": (
         ["--requests", "12", "--clients", "4", "--distinct", "3", "--pairs", "2", "--steps", "4"],
         check_load,
     ),
-    "serving_load servers": ([*SERVER_LOAD, *TWO_SERVERS], check_servers),
     "memory": ([*SMALL, "ulysses=2 shard=2"], check_memory),
     "true_sizes": (
         ["--models", "wan-1.3b", "--blocks", "2", "--scale", "0.1", "--forms", "1 rank", "ring=2 shard=2", "tensor=2"],
@@ -206,24 +190,6 @@ def test_figures_are_drawn_from_what_was_measured(tmp_path: Path, monkeypatch: p
             assert file.read_text(encoding="utf-8") == (docs / "images" / file.name).read_text("utf-8"), file.name
 
 
-def test_requests_that_are_late_wrong_or_refused_count_against_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = load("open_loop")
-    # Of four requests one is refused, one late, one wrong.
-    one, other = (module.kind_of(text) for text in list(module.KINDS)[:2])
-    found = [
-        module.Served(module.Arrival(0.0, one, 0), 1.0),
-        module.Served(module.Arrival(1.0, one, 1), 1.4, off=9),
-        module.Served(module.Arrival(2.0, other, 0), 4.1),
-        module.Served(module.Arrival(3.0, other, 1), None, "the queue is full"),
-    ]
-    figures = module.summary(found, {one: 1.0, other: 2.0}, 10.0)
-    assert figures["attainment"] == {"1.0": 0.25, "1.5": 0.5, "2.0": 0.5}
-    assert (figures["goodput"], figures["throughput"], figures["wrong"]) == (0.2, 0.3, 1)
-    assert (figures["p50_seconds"], figures["p99_seconds"]) == (1.4, 4.1)
-    assert figures["refused"] == ["the queue is full"]
-
-
 # --- the check of one GPU, on the CPU
 
 
@@ -248,18 +214,3 @@ def test_the_whole_gpu_check_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Monk
     for name, parts in check["RUNS"].items():
         done += tuple(parts)
         rehearsed(tmp_path, done, "--run", name)
-
-
-@pytest.mark.matrix
-def test_gpu_check_fails_loudly(tmp_path: Path) -> None:
-    """A part that comes when the command's time is over fails, and so does the whole."""
-    wanted = ["--quick", "--part", "parity"]
-    figures = tmp_path / "out.json"
-    result = measured("gpu_check", *wanted, "--budget", 0.001, codes=(1,), figures=figures)
-    assert result["parts"]["parity"]["status"] == "failed"
-    # Without a package that the engine needs, parts are skipped, naming it.
-    missing = "raise ModuleNotFoundError(\"No module named 'pydantic'\", name='pydantic')\n"
-    (tmp_path / "pydantic.py").write_text(missing)
-    path = f"{tmp_path}:{SOURCE}"
-    result = measured("gpu_check", "--device", "cpu", *wanted, codes=(2,), figures=figures, PYTHONPATH=path)
-    assert result["parts"]["parity"]["rows"] == [{"skipped": "the engine needs pydantic, which is not installed"}]

@@ -73,15 +73,3 @@ def test_jobset_example():
     assert f"--nnodes {pods['completions']} --nproc-per-node {gpus} " in line
     assert pods["completions"] == pods["parallelism"]
     assert int(options["--cfg"]) * int(options["--ulysses"]) == pods["completions"] * gpus
-
-
-def test_rayjob_example():
-    data = yaml.safe_load((EXAMPLES / "rayjob.yaml").read_text(encoding="utf-8"))
-    assert (data["apiVersion"], data["kind"]) == ("ray.io/v1", "RayJob")
-    options = check_options(command_of(data["spec"]["entrypoint"]))
-    cluster = data["spec"]["rayClusterSpec"]
-    assert f"ray=={cluster['rayVersion']}" in (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
-    (workers,) = cluster["workerGroupSpecs"]
-    first_container(cluster["headGroupSpec"]["template"]["spec"])
-    gpus = workers["replicas"] * first_container(workers["template"]["spec"])["resources"]["limits"]["nvidia.com/gpu"]
-    assert int(options["--devices"]) == int(options["--cfg"]) * int(options["--ulysses"]) == gpus

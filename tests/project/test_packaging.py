@@ -17,8 +17,6 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import ditmesh
-
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PINS = {
@@ -95,53 +93,6 @@ def test_the_image_installs_what_the_project_says():
     assert f"python:{sys.version_info.major}." in docker
 
 
-def test_the_citation_is_of_this_version():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert {"cff-version", "message", "title", "authors"} <= set(citation)
-    assert citation["version"] == ditmesh.__version__
-    assert citation["license"] == PROJECT["license"]
-    assert citation["repository-code"] == PROJECT["urls"]["Source"]
-
-
-def test_no_hint_installs_from_a_registry_that_has_no_ditmesh():
-    """Extras are installed beside a ditmesh that is there, which no registry is asked for."""
-    places = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("README*.md")]
-    texts = {path: path.read_text(encoding="utf-8") for path in places}
-    assert [str(path) for path, text in texts.items() if re.search(r"install '?\"?ditmesh(?!\[)", text)] == []
-
-
-def test_hints_name_extras_that_bring_the_package():
-    """One place writes the command; only what no extra brings is named alone."""
-    calls, extras = 0, PROJECT["optional-dependencies"]
-    for path in (ROOT / "src").rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        for package, extra in re.findall(r'not_installed\([^()]*?(?:"([\w-]+)"|[\w\[\]0.()", -]+), "([\w-]+)"\)', text):
-            assert extra in extras, path
-            names = {canonicalize_name(Requirement(line).name) for line in extras[extra]}
-            assert not package or {"PyAV": "av", "pyarrow": "datasets"}.get(package, package) in names, (path, package)
-            calls += 1
-        assert all(extra in extras for extra in re.findall(r"install_line\([\"']([\w-]+)", text)), path
-        alone = re.findall(r"pip install (?!-U )[^{'\s]+", text)
-        assert alone == [] or path.name == "trackers.py", (path, alone)
-    assert calls >= 10
-
-
-def test_bounds_are_plain_and_the_extras_of_people_are_known():
-    """The oldest set is written from them."""
-    from ditmesh.requirements import EXTRAS
-
-    spec = importlib.util.spec_from_file_location("environments", ROOT / ".ci" / "environments.py")
-    environments = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(environments)
-    lines = environments.lowest_versions(PROJECT)
-    assert {"torch==2.9", "peft==0.18", "fastapi==0.115"} <= set(lines)
-    assert set(environments.EXTRAS) <= set(EXTRAS) <= set(PROJECT["optional-dependencies"])
-    with pytest.raises(environments.EnvironmentMistake, match="no plain lower bound"):
-        environments.lowest_versions({"dependencies": ["torch"], "optional-dependencies": {}}, ())
-    with pytest.raises(environments.EnvironmentMistake, match="two lower bounds"):
-        environments.lowest_versions({"dependencies": ["a>=1", "a>=2"], "optional-dependencies": {}}, ())
-
-
 def pages_of(tree: Any) -> list[str]:
     if isinstance(tree, str):
         return [tree]
@@ -185,26 +136,6 @@ def release(monkeypatch):
 
 def test_the_change_log_is_of_this_version(release):
     assert release.version_mistakes(ROOT) == []
-
-
-LOG = "# Changelog\n\n## Unreleased\n\n{}## 1.2.3 (2026-11-25)\n\n* **[bits]** One.\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "mistake"),
-    [
-        (LOG.format(""), None),
-        (LOG.format("* **[images]** **[interface]** Two.\n\n"), None),
-        (LOG.format("* **[pixels]** Two.\n\n"), "marks an entry with pixels"),
-        (LOG.format("").replace("1.2.3", "1.2.2"), "is not '## 1.2.3 (YYYY-MM-DD)'"),
-        (LOG.format("").replace(" (2026-11-25)", ""), "has no date"),
-        (LOG.format("").replace("2026-11-25", "25.11.2026"), "has no date"),
-        (LOG.format("").replace("## Unreleased", "## Next"), "begins with '## Unreleased'"),
-    ],
-)
-def test_mistakes_in_a_change_log(release, text, mistake):
-    found = release.changelog_mistakes(text, "1.2.3")
-    assert (found == []) if mistake is None else (len(found) == 1 and mistake in found[0])
 
 
 @pytest.mark.matrix

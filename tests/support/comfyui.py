@@ -1,6 +1,6 @@
 """A stand-in for ComfyUI, from its documentation: the modules that nodes import, and an executor of workflows.
 
-It has what the nodes of this project rely on: validation of links, types and values; nodes that are kept by their id
+It has what the nodes of this project rely on: nodes that are kept by their id
 and called in a thread other than the main one, in inference mode; outputs that are used again while nothing before
 them has changed; interrupts, progress with previews, unloading.
 """
@@ -164,11 +164,8 @@ class ComfyUI:
         """Run a workflow in a thread; what its output nodes show, by id.
 
         Raises:
-            ValueError: the workflow is not valid.
             Exception: whatever a node raises.
         """
-        if errors := self.errors(workflow):
-            raise ValueError("; ".join(errors))
         shown: dict[str, Any] = {}
         failed: list[BaseException] = []
 
@@ -192,43 +189,6 @@ class ComfyUI:
         found = [str(node) for kind, node, _ in self.heard if kind == "executing"]
         self.heard = [one for one in self.heard if one[0] != "executing"]
         return found
-
-    # --- validation --------------------------------------------------------------------------------------------
-
-    def errors(self, workflow: Workflow) -> list[str]:
-        """What ComfyUI would refuse in a workflow."""
-        found: list[str] = []
-        for key, node in workflow.items():
-            kind = self.classes.get(node["class_type"])
-            if kind is None:
-                found.append(f"{key}: there is no node {node['class_type']}")
-                continue
-            inputs = kind.INPUT_TYPES()
-            for name, of in {**inputs.get("required", {}), **inputs.get("optional", {})}.items():
-                if name in node["inputs"]:
-                    found += [f"{key}.{name}: {text}" for text in self._wrong(workflow, node["inputs"][name], of)]
-                elif name in inputs.get("required", {}):
-                    found.append(f"{key}: {name} is missing")
-        if not any(getattr(self.classes.get(node["class_type"]), "OUTPUT_NODE", False) for node in workflow.values()):
-            found.append("no node has an output")
-        return found
-
-    def _wrong(self, workflow: Workflow, value: Any, of: tuple[Any, ...]) -> Iterator[str]:
-        kind, options = of[0], of[1] if len(of) > 1 else {}
-        if isinstance(value, list):
-            source, place = value
-            given = self.classes[workflow[source]["class_type"]].RETURN_TYPES
-            if place >= len(given) or given[place] != kind:
-                yield f"{given[place] if place < len(given) else 'nothing'} is no {kind}"
-        elif isinstance(kind, list):
-            if value not in kind:
-                yield f"{value!r} is none of {kind}"
-        elif kind not in WIDGETS:
-            yield f"{kind} needs a link"
-        elif type(value) is not WIDGETS[kind]:
-            yield f"{value!r} is no {kind}"
-        elif kind in ("INT", "FLOAT") and not options.get("min", value) <= value <= options.get("max", value):
-            yield f"{value} is not from {options['min']} to {options['max']}"
 
     # --- execution ---------------------------------------------------------------------------------------------
 

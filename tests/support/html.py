@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 from html.parser import HTMLParser
 from itertools import pairwise
 
 
 class Reader(HTMLParser):
-    """Collects tags, tables, headings and files of a page, and minds that every tag is closed."""
+    """Collects tags, tables and headings of a page, and minds that every tag is closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -44,14 +43,6 @@ class Reader(HTMLParser):
         elif self.open and self.open[-1] in ("h1", "h2", "h3"):
             tag, text = self.headings[-1]
             self.headings[-1] = tag, text + data
-
-    def files(self) -> dict[str, str]:
-        """The text of every file that can be saved from the page, by name."""
-        links = [attributes for tag, attributes in self.tags if tag == "a" and "download" in attributes]
-        return {
-            str(link["download"]): base64.b64decode(str(link["href"]).partition("base64,")[2]).decode()
-            for link in links
-        }
 
     def check(self) -> None:
         """What every page keeps: headings in order, captions, texts of pictures, no column without an entry."""

@@ -115,12 +115,6 @@ def nap(*, report: Any) -> None:
     time.sleep(600)
 
 
-def stop_in_the_middle_of_a_message(*, report: Any) -> None:
-    """As a rank that is stopped while it sends: a beginning of a message, and no more."""
-    os.write(report._connection.fileno(), b"\0\0\0\x64half")
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def hold_everything(seconds: float) -> float:
     """Compute for long in C, where no other thread of Python runs meanwhile."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))

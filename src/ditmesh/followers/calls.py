@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pickle
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ..comm import PeerError
 from ..comm.mesh import Mesh
-from ..errors import InputError, first_line
+from ..errors import InputError
+from ..launch.failures import Failure, lost_peer
 from .messages import CallReceiver, CallSender
 
 T = TypeVar("T")
@@ -46,58 +45,23 @@ class Modes:
             yield
 
 
-@dataclass(frozen=True)
-class FollowerFailure:
-    """The reason why a rank did not finish a call.
-
-    Attributes:
-        what: the exception, in a line.
-        error: it, pickled; None: it cannot be.
-        lost: whether it may be a consequence of another rank's failure.
-    """
-
-    rank: int
-    what: str
-    traceback: str
-    error: bytes | None
-    lost: bool
-
-    @classmethod
-    def of(cls, rank: int, error: BaseException) -> FollowerFailure:
-        """The failure that an exception is."""
-        pickled = None
-        with suppress(Exception):
-            pickled = pickle.dumps(error)
-            pickle.loads(pickled)
-        text = "".join(traceback.format_exception(error))
-        what = f"{type(error).__name__}: {first_line(error, 'no message')}"
-        return cls(rank, what, text, pickled, lost_another(error))
-
-    def as_error(self) -> Exception:
-        """The exception to raise on rank 0."""
-        told = PeerError(f"rank {self.rank} has failed in this call ({self.what})\n\n{self.traceback}")
-        if self.error is None or self.lost:
-            return told
-        error = pickle.loads(self.error)
-        error.__cause__ = told
-        return error
+def _as_error(failure: Failure) -> Exception:
+    """The exception to raise on rank 0."""
+    told = PeerError(f"rank {failure.rank} has failed in this call (it {failure.what})\n\n{failure.traceback}")
+    if failure.pickled_cause is None or failure.weight:
+        return told
+    error = pickle.loads(failure.pickled_cause)
+    error.__cause__ = told
+    return error
 
 
-def lost_another(error: BaseException) -> bool:
-    """True if an exception may be a consequence of another rank's failure."""
-    words = str(error).lower() if isinstance(error, RuntimeError) else ""
-    return isinstance(error, (PeerError, dist.DistError)) or any(
-        known in words for known in ("gloo", "nccl", "closed by peer", "timed out waiting")
-    )
-
-
-def raise_first(error: BaseException | None, failures: Sequence[FollowerFailure]) -> None:
+def raise_first(error: BaseException | None, failures: Sequence[Failure]) -> None:
     """Raise the exception of this rank or, if it came first, of another rank, if there is one."""
-    if error is not None and not (failures and lost_another(error)):
+    if error is not None and not (failures and lost_peer(error)):
         raise error
     if failures:
         # Causes before consequences.
-        raise min(failures, key=lambda one: one.lost).as_error() from error
+        raise _as_error(min(failures, key=lambda failure: failure.weight)) from error
 
 
 class CallLead:

@@ -26,7 +26,8 @@ from ..engine import ConfigLike, engine_of, parallelize, restore
 from ..engine.targets import FOLLOWED, device_of, refuse_twice
 from ..errors import ConfigError, InputError
 from ..launch import DeviceChoice
-from .calls import CallFollower, CallLead, FollowerFailure, raise_first
+from ..launch.failures import Failure, of_exception
+from .calls import CallFollower, CallLead, raise_first
 from .copies import CopiedModule, ModuleChange, applied, take_off_hooks
 from .objects import Parcel, open_parcel, pack_parcel
 from .processes import STOP_TIMEOUT, HostedRanks
@@ -214,7 +215,7 @@ class Followers:
                 key, end = self.dropped.pop()
                 self._pool.together(end, drop_copy, key)
             done = self._pool.together(here, fn, *args)
-        raise_first(done.error, [one for one in done.others if isinstance(one, FollowerFailure)])
+        raise_first(done.error, [one for one in done.others if isinstance(one, Failure)])
         return [(other, done.value) for other in done.others]
 
 
@@ -240,7 +241,7 @@ class FollowedModule(ABC):
         self,
         config: ParallelConfig,
         begin: Callable[[Mesh], Any],
-        begin_copy: Callable[..., FollowerFailure | None],
+        begin_copy: Callable[..., Failure | None],
         *args: Any,
         engine: Callable[[], Any],
     ) -> None:
@@ -515,11 +516,11 @@ class Copy:
 copies: dict[str, Copy] = {}
 
 
-def reported(fn: Callable[..., None]) -> Callable[..., FollowerFailure | None]:
-    """``fn`` for calls by rank 0: an exception becomes a `FollowerFailure`, which is returned."""
+def reported(fn: Callable[..., None]) -> Callable[..., Failure | None]:
+    """``fn`` for calls by rank 0: an exception becomes a `Failure`, which is returned."""
 
     @functools.wraps(fn)
-    def outcome(*args: Any) -> FollowerFailure | None:
+    def outcome(*args: Any) -> Failure | None:
         return _outcome(fn, args)
 
     return outcome
@@ -530,7 +531,7 @@ def _outcome(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
         return fn(*args)
     except Exception as error:
-        return FollowerFailure.of(dist.get_rank(), error)
+        return of_exception(dist.get_rank(), error)
 
 
 @reported

@@ -22,9 +22,6 @@ from ..core.digests import tensor_digest
 from ..core.values import as_bytes
 from ..errors import InputError, first_line
 
-# Lists, tuples and dictionaries inside one another: torch's own functions for such trees go by recursion.
-_DEEPEST = 100
-
 
 class _Facts(NamedTuple):
     """A tensor of a call.
@@ -117,29 +114,6 @@ def _unsendable(tensor: Tensor) -> str:
     return "a quantised tensor; dequantise it" if tensor.is_quantized else ""
 
 
-def _check_nesting(name: str, argument: Any) -> None:
-    """Refuse lists, tuples and dictionaries that hold themselves, or more of one another than a model can look at.
-
-    Raises:
-        InputError: names the argument.
-    """
-    # Each with the ids of what it is inside of.
-    rest: list[tuple[Any, frozenset[int]]] = [(argument, frozenset())]
-    while rest:
-        value, around = rest.pop()
-        if not isinstance(value, (list, tuple, dict)):
-            continue
-        if id(value) in around:
-            raise InputError(f"{name} cannot be sent to the other ranks: a {type(value).__name__} in it holds itself")
-        if len(around) == _DEEPEST:
-            raise InputError(
-                f"{name} cannot be sent to the other ranks: its lists, tuples and dictionaries are nested deeper than "
-                f"{_DEEPEST}; pass a flat one"
-            )
-        inside = around | {id(value)}
-        rest += [(item, inside) for item in (value.values() if isinstance(value, dict) else value)]
-
-
 def _loaded_call(data: bytes, tensors: Sequence[Tensor], device: torch.device) -> Any:
     def original(stand_in: Any) -> Any:
         kind, *what = stand_in
@@ -189,8 +163,6 @@ class CallSender:
             InputError: a part of it cannot be sent; it is named. Or a gradient is wanted.
         """
         tensors = NumberedTensors()
-        for name, value in call.items():
-            _check_nesting(name, value)
         try:
             data = _dumped_call(call, tensors)
         except Exception as error:
@@ -264,12 +236,11 @@ def _culprit(value: Any, error: Exception, where: str = "") -> tuple[str, Except
     if isinstance(value, dict):
         items = [(f"{where}[{key!r}]" if where else str(key), item) for key, item in value.items()]
     elif isinstance(value, (list, tuple)):
-        items = [(f"{where}[{place}]" if where else f"argument {place}", item) for place, item in enumerate(value)]
+        items = [(f"{where}[{place}]", item) for place, item in enumerate(value)]
     for path, item in items:
         try:
             _dumped_call(item, NumberedTensors())
         except Exception as inner:
             return _culprit(item, inner, path)
     name = getattr(value, "__qualname__", type(value).__qualname__)
-    module = getattr(value, "__module__", type(value).__module__)
-    return f"{where or 'the call'} ({name} of {module})", error
+    return f"{where or 'the call'} ({name} of {getattr(value, '__module__', type(value).__module__)})", error

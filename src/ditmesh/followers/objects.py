@@ -89,8 +89,7 @@ def pack_parcel(
     there = {id(tensor): place for tensor, place in of_files if place is not None}
     with ExitStack() as files:
         size = sum(rounded_up(t.nbytes) for t in tensors.found if id(t) not in there and not _is_far(t, device))
-        room = MemoryFile(files)
-        room.grow(size)
+        room = MemoryFile(files, size)
         memory = map_place(room.place) if moved and size else None
         paths = list(dict.fromkeys(path for path, _ in there.values()))
         places: list[_Place] = []
@@ -106,7 +105,6 @@ def pack_parcel(
                     tensor.data = from_bytes(memory[start : start + tensor.nbytes], tuple(tensor.shape), tensor.dtype)
             parameter = isinstance(tensor, nn.Parameter)
             places.append(_Place(start, tuple(tensor.shape), tensor.dtype, near, parameter, handle, file))
-        room.finish()
         named = [Place(0, path, os.stat(path).st_size, file_state(path)) for path in paths]
         yield Parcel(data, places, [room.place, *named])
 

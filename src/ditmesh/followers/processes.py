@@ -90,9 +90,7 @@ class HostedRanks(RankPool):
         use_loopback()
         meeting = f"rendezvous-{self._meetings}"
         joined: HostedCall[None] = HostedCall()
-        others = self._beside(
-            self._join_anew, lambda: joined.take(lambda: join_group(self._settings[0], meeting))
-        )
+        others = self._beside(self._join_anew, lambda: joined.take(lambda: join_group(self._settings[0], meeting)))
         if joined.error is not None or not others:
             self._end("the ranks could not meet")
             self._leave()
