@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 import ditmesh
 from ditmesh.comm import Hosts
-from support.models import ODD, RAGGED, run, variant
+from ditmesh.comm.bundle import Bundles
+from support.models import ODD, RAGGED, inputs, run, variant
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
-from support.stale import displaced, expected_ring_bytes, moving
+from support.stale import displaced, expected_ring_bytes, handler_of, moving, next_step
 
 # Ranks of one host without memory in common send over a process group, as ranks of several hosts do.
 APART = {"shared_memory": False, "text": "shard"}
@@ -136,3 +137,101 @@ def test_messages_and_bytes_of_a_step(ranks, compress):
         assert [messages for messages, _ in found] == [4, 4, 2, 2]
         sizes = [expected_ring_bytes("Flux", ODD, 2, rank, name) for name in (None, *[compress] * 3)]
         assert [sent for _, sent in found] == sizes
+
+
+def what_is_sent() -> list[str]:
+    """The operations of a stale step, in order."""
+    model, made = variant("Flux"), inputs("Flux", ODD)
+    events: list[str] = []
+    with ditmesh.parallelized(model, displaced(compress="int8", **APART)):
+        engine = ditmesh.engine_of(model)
+        engine.begin_request(4)
+        for _ in range(3):
+            next_step(model)
+            events.clear()
+            engine.mesh.traffic.observer = lambda axis, kind: events.append(f"{kind} {axis}")
+            run(model, made)
+    return events
+
+
+def test_the_last_bundle_is_not_in_the_way_of_what_ranks_wait_for(ranks):
+    for events in ranks(2).run(what_is_sent):
+        assert events == ["all_gather_async ring", "all_gather sequence", "all_gather_async ring"]
+
+
+class StopError(Exception):
+    pass
+
+
+def failing(compress: str) -> tuple[bool, list[int], int]:
+    """A request that fails after two of its eight layers, whose messages are not sent; and the next one's bits."""
+    model, config = variant("Flux", num_layers=4, num_single_layers=4), displaced(compress=compress, **APART)
+
+    def request(stops: bool) -> list[Tensor]:
+        engine, found = ditmesh.engine_of(model), []
+        engine.begin_request(4)
+        for step, made in enumerate(moving("Flux", ODD, 4)):
+            if stops and step == 2:
+                hook = model.transformer_blocks[1].register_forward_hook(raising)
+                try:
+                    with pytest.raises(StopError):
+                        run(model, made)
+                finally:
+                    hook.remove()
+                unsent.append(handler_of(model).buffers.bundles._open.count)
+                engine.end_request(failed=True)
+                return found
+            found.append(run(model, made))
+        engine.end_request()
+        return found
+
+    def raising(*_: Any) -> None:
+        raise StopError
+
+    unsent: list[int] = []
+    with ditmesh.parallelized(model, config):
+        truth = request(False)
+        request(True)
+        again = request(False)
+        kept = handler_of(model).buffer_bytes
+    return all(map(torch.equal, truth, again)) and len(again) == 4, unsent, kept
+
+
+def test_a_request_that_fails_in_mid_step_leaves_nothing(ranks):
+    for same, unsent, kept in ranks(2).run(failing, "int4"):
+        assert same
+        # Of three that would have travelled together.
+        assert unsent == [2]
+        assert kept == 0
+
+
+def ended() -> tuple[int, int, bool]:
+    """A request that ends in the middle of a round: messages that were not sent, those sent at the end, and bits."""
+    model, made = variant("Flux", num_layers=4, num_single_layers=4), inputs("Flux", ODD)
+    with ditmesh.parallelized(model, displaced(compress="int8", **APART)):
+        engine = ditmesh.engine_of(model)
+        outputs = []
+        for number in range(2):
+            engine.begin_request(3)
+            for step in range(3):
+                next_step(model)
+                # The last forward's bundle is not flushed, as if the model had not come to its end.
+                held = number == 0 and step == 2
+                keep = mock.patch.object(Bundles, "flush", return_value=None) if held else nullcontext()
+                with keep:
+                    value = run(model, made)
+            outputs.append(value)
+            bundles = handler_of(model).buffers.bundles
+            if number == 0:
+                unsent, before = bundles._open.count, engine.mesh.traffic.calls["ring"]
+            engine.end_request()
+            if number == 0:
+                sent = engine.mesh.traffic.calls["ring"] - before
+    return unsent, sent, torch.equal(*outputs)
+
+
+def test_what_nobody_waits_for_is_not_sent(ranks):
+    for unsent, sent, same in ranks(2).run(ended):
+        assert unsent > 0
+        assert sent == 0
+        assert same
