@@ -2,6 +2,7 @@
 
 ``--budget`` prints the lines of each room beside its ceiling of ceilings.txt. A room above its ceiling fails the
 check: a feature that needs more lines takes them from its own room, or raises the ceiling with the reason.
+``--names`` lists values whose name is no noun; the table has a ceiling for their number.
 
 Import circles are looked for between files, those inside functions too. So are imports against `LAYERS`;
 tests/project/test_docs.py holds the order of rooms inside of a layer against the tree of docs/architecture.md.
@@ -41,6 +42,8 @@ WITHIN = {
     "ray_serve": {"cli"},
     "__main__": {"cli"},
 }
+# Words that say nothing as the name of a value that lives longer than three lines: the name is its noun.
+NOT_NOUNS = {"one", "found", "own", "known", "whole", "said", "there", "made", "kept", "here"}
 # What a folder says about a model, read by the engine too.
 IN_THE_ENGINE = {"ditmesh.generate.model_info"}
 
@@ -185,6 +188,26 @@ def definition_lengths(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Itera
                 yield (node.end_lineno or node.lineno) - node.lineno + 1 - docstring
 
 
+def nameless_values(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Functions and the values in them that are called by a word of `NOT_NOUNS` and live longer than three lines."""
+    for function in ast.walk(tree):
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        lines: dict[str, list[int]] = defaultdict(list)
+        for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs):
+            lines[argument.arg].append(function.lineno)
+        nodes: list[ast.AST] = [node for node in function.body if not isinstance(node, DEFINITIONS)]
+        while nodes:
+            node = nodes.pop()
+            if isinstance(node, ast.Name):
+                lines[node.id].append(node.lineno)
+            # Nested functions are looked at by themselves.
+            nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, DEFINITIONS)]
+        yield from (
+            (function.name, name) for name in NOT_NOUNS & lines.keys() if max(lines[name]) - min(lines[name]) > 3
+        )
+
+
 def room_lines() -> dict[str, int]:
     """Lines of each row of the table of ceilings."""
     package = SOURCE / PACKAGE
@@ -205,6 +228,8 @@ def room_lines() -> dict[str, int]:
     places = (ROOT / "tests").rglob("*.py"), (ROOT / "rules").rglob("*.py")
     rows["tests"] = line_count([ROOT / "conftest.py", *(file for found in places for file in found)])
     rows["benchmarks"] = line_count((ROOT / "benchmarks").rglob("*.py"))
+    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in files)
+    rows["nameless values"] = sum(len([*nameless_values(tree)]) for tree in trees)
     rows["longest class"] = max(definition_lengths(ast.ClassDef))
     rows["longest function"] = max(definition_lengths((ast.FunctionDef, ast.AsyncFunctionDef)))
     return rows
@@ -235,6 +260,10 @@ def print_budget() -> None:
 def main() -> int:
     if "--budget" in sys.argv:
         print_budget()
+    if "--names" in sys.argv:
+        for file in sorted((SOURCE / PACKAGE).rglob("*.py")):
+            for function, name in nameless_values(ast.parse(file.read_text(encoding="utf-8"))):
+                print(f"{file.relative_to(ROOT)} {function} {name}")
     found = set(violations())
     known = set(OPEN.read_text(encoding="utf-8").splitlines()) if OPEN.exists() else set()
     if "--write" in sys.argv:
