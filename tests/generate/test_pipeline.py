@@ -74,14 +74,7 @@ def compared(truth: np.ndarray, config: dict[str, Any], prompts: list[str], **mo
 
 @pytest.mark.parametrize(
     "config",
-    [
-        {"ulysses": 2},
-        pytest.param({"ring": 2}, marks=pytest.mark.matrix),
-        pytest.param({"tensor": 2}, marks=pytest.mark.matrix),
-        pytest.param({"ulysses": 4}, marks=pytest.mark.matrix),
-        pytest.param({"ulysses": 2, "ring": 2}, marks=pytest.mark.matrix),
-        {"cfg": 2, "ulysses": 2},
-    ],
+    [{"ulysses": 2}, {"cfg": 2, "ulysses": 2}, pytest.param({"ulysses": 8}, marks=pytest.mark.matrix)],
     ids=str,
 )
 def test_the_same_picture(ranks, truth_of, config):
@@ -90,23 +83,8 @@ def test_the_same_picture(ranks, truth_of, config):
     assert abs(truth[0] - truth[-1]).max() > 50
     for difference, equal in ranks(prod(config.values())).run(compared, truth, config, prompts):
         assert difference <= TOLERANCE
-        # Keys in one device's order: at 2 and 4 ranks no bit of the picture changes.
-        assert equal or config not in ({"ulysses": 2}, {"ulysses": 4})
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param({"data": 2, "cfg": 2, "ulysses": 2}, marks=pytest.mark.matrix),
-        pytest.param({"tensor": 2, "ulysses": 2, "cfg": 2}, marks=pytest.mark.matrix),
-        {"ulysses": 8},
-    ],
-    ids=str,
-)
-def test_eight_ranks(ranks, truth_of, config):
-    for difference, _ in ranks(8).run(compared, truth_of(PROMPTS), config, PROMPTS):
-        assert difference <= TOLERANCE
+        # Keys in one device's order: at 2 ranks no bit of the picture changes.
+        assert equal or config != {"ulysses": 2}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from unittest import mock
 
-import diffusers
 import pytest
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from ditmesh.layout.conventions import Size
 from ditmesh.layout.derive import derive_layout
 from ditmesh.layout.probe import layout_differences, probe
 from ditmesh.strategies.token_mixers import MIXER_RULES
-from support.models import MAKERS, RAGGED, inputs, run, sizes, tiny
+from support.models import MAKERS, RAGGED, component, inputs, run, sizes, tiny
 
 # Their blocks mix tokens in ways that only a person can describe well.
 NOT_PROBED = {"Sana": r"ff\.conv_depth \(Conv2d\)"}
@@ -106,24 +105,10 @@ def test_a_model_that_cannot_be_probed_is_refused_with_reasons():
         model(torch.ones(1, 4), torch.ones(1))
 
 
-def lumina():
-    return diffusers.LuminaNextDiT2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=4,
-        hidden_size=48,
-        num_layers=2,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        multiple_of=16,
-        cross_attention_dim=16,
-    )
-
-
 def test_a_refusal_names_what_is_missing():
     """One argument or width in one sentence, never an AttributeError of the probe itself."""
     with pytest.raises(ditmesh.LayoutError, match="its config has no attention_head_dim, without which the probe"):
-        probe(lumina())
+        probe(component("LuminaNextDiT2DModel"))
     sound = tiny("StableAudio")
     for key in ("cross_attention_input_dim", "cross_attention_dim"):
         assert key in sound.config

@@ -13,7 +13,7 @@ from torch import nn
 
 import ditmesh
 from ditmesh.strategies.tensor.slices import plan_slices, share_cut
-from support.classes import images, videos
+from support.classes import CASES
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.pipelines import arguments, draw, flux
 
@@ -21,7 +21,7 @@ from support.pipelines import arguments, draw, flux
 def test_heads_that_no_rule_cuts_are_refused():
     """HiDream's attention has a second set of projections, of the text."""
     with pytest.raises(ditmesh.ConfigError, match=r"no rule for double_stream_blocks\.0\.block\.attn1\.to_q_t"):
-        plan_slices(images.CASES["HiDreamImageTransformer2DModel"].make(), 2)
+        plan_slices(CASES["HiDreamImageTransformer2DModel"].make(), 2)
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [("Flux", 0.9, 1.0), ("Sana", 0.4, 0.6)])
@@ -30,13 +30,13 @@ def test_the_share_that_is_cut(name, least, most):
 
 
 def parallel(name: str) -> tuple[str, list[str]]:
-    model = videos.CASES[name].make()
+    model = CASES[name].make()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with ditmesh.parallelized(model, {"tensor": 2}):
                 said = ""
-                call = next(iter(videos.CASES[name].calls.values()))()
+                call = next(iter(CASES[name].calls.values()))()
                 with torch.no_grad():
                     model(**call)
         except ditmesh.ConfigError as error:
