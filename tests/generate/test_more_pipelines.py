@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from diffusers.guiders import AdaptiveProjectedGuidance, AutoGuidance, ClassifierFreeGuidance, SkipLayerGuidance
 from diffusers.hooks import FasterCacheConfig, LayerSkipConfig
 
 import ditmesh
-from support.models import relative_error, stirred
+from support.models import component, made, relative_error
 from support.more_pipelines import FAMILIES, arguments, draw
 
 TOLERANCE = 1e-4  # of latents; float32
@@ -97,33 +97,23 @@ def test_a_cache_that_skips_a_branch_of_guidance(ranks, config):
 # --- decoders --------------------------------------------------------------------------------------------------------
 
 
-def ltx_decoder() -> torch.nn.Module:
-    """Removes the last noise itself: it is told how much there is in every row."""
-    return diffusers.AutoencoderKLLTXVideo(
-        latent_channels=8,
-        block_out_channels=(8,) * 4,
-        decoder_block_out_channels=(8,) * 4,
-        layers_per_block=(1,) * 5,
-        decoder_layers_per_block=(1,) * 5,
-        timestep_conditioning=True,
-        spatio_temporal_scaling=(True, True, True, False),
-        decoder_spatio_temporal_scaling=(True, True, True, False),
-        decoder_inject_noise=(False,) * 5,
-        upsample_residual=(False,) * 4,
-        upsample_factor=(1,) * 4,
-    )
-
-
-def frames_decoder() -> torch.nn.Module:
-    """Takes the frames of videos as rows, and mixes them."""
-    return diffusers.AutoencoderKLTemporalDecoder(
-        block_out_channels=(32,), down_block_types=("DownEncoderBlock2D",), latent_channels=4, sample_size=8
-    )
-
-
 DECODERS = {
-    "ltx": (ltx_decoder, {"decode_timestep": [0.0, 0.05, 0.1], "decode_noise_scale": 0.025}),
-    "latte": (frames_decoder, {}),
+    # Removes the last noise itself: it is told how much there is in every row.
+    "ltx": (
+        partial(component, "LTX vae removing noise"),
+        {"decode_timestep": [0.0, 0.05, 0.1], "decode_noise_scale": 0.025},
+    ),
+    # Takes the frames of videos as rows, and mixes them.
+    "latte": (
+        partial(
+            component,
+            "AutoencoderKLTemporalDecoder",
+            block_out_channels=(32,),
+            down_block_types=("DownEncoderBlock2D",),
+            sample_size=8,
+        ),
+        {},
+    ),
 }
 
 
@@ -131,8 +121,7 @@ def decoded(name: str) -> float:
     """Error of three decoded videos."""
     pipe = FAMILIES[name].make()
     make, more = DECODERS[name]
-    torch.manual_seed(0)
-    pipe.vae = stirred(make().eval())
+    pipe.vae = made(make)
     pipe.set_progress_bar_config(disable=True)
 
     def videos() -> torch.Tensor:

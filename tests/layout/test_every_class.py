@@ -18,9 +18,8 @@ import torch
 import ditmesh
 from ditmesh.layout import known_models
 from ditmesh.layout.forms import WAY_OUT
-from support.classes import images, others, videos
+from support.classes import CASES
 
-CASES = {**images.CASES, **videos.CASES, **others.CASES}
 CONFIGS: dict[str, dict[str, Any]] = {
     "ulysses=2": {"ulysses": 2},
     "ring=2": {"ring": 2},

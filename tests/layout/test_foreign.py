@@ -52,22 +52,20 @@ def errors(names, config):
     return found
 
 
-@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
-def test_calls_on_two_ranks(ranks, config):
-    for found in ranks(2).run(errors, [*calls()], config):
-        assert max(error for pair in found.values() for error in pair) < 1e-5, found
+# And the calls that are made with each; None: all of them.
+CONFIGS = [
+    ({"ulysses": 2}, None),
+    ({"ring": 2}, None),
+    ({"ring": 2, "text": "replicate"}, ["image", "frames"]),
+    ({"ring": 2, "exchange": "displaced", "warmup": "fixed(9)"}, ["image", "frames"]),
+    ({"ulysses": 2, "reproducible": True}, ["image", "frames"]),
+    ({"cfg": 2}, ["two images", "two films"]),
+]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"ring": 2, "text": "replicate"},
-        {"ring": 2, "exchange": "displaced", "warmup": "fixed(9)"},
-    ],
-    ids=str,
-)
-def test_other_strategies(ranks, config):
-    for found in ranks(2).run(errors, ["image", "frames"], config):
+@pytest.mark.parametrize(("config", "names"), CONFIGS, ids=str)
+def test_calls_on_two_ranks(ranks, config, names):
+    for found in ranks(2).run(errors, names or [*calls()], config):
         assert max(error for pair in found.values() for error in pair) < 1e-5, found
 
 
@@ -85,20 +83,6 @@ def test_patches_of_an_image_and_none_of_a_film(ranks):
     for found, refused in ranks(2).run(patches):
         assert max(found) < 1e-5
         assert "stand along several dimensions" in refused
-
-
-def rows(config):
-    found = []
-    for model, call in ((ForeignImage(), image_call(2)), (ForeignFilm(), film_call(2))):
-        truth = run(model, call)
-        with ditmesh.parallelized(model, config):
-            found.append(relative_error(run(model, call), truth))
-    return found
-
-
-def test_rows_of_guidance(ranks):
-    for found in ranks(2).run(rows, {"cfg": 2}):
-        assert max(found) < 1e-5
 
 
 def bits(config):

@@ -14,7 +14,7 @@ from ditmesh.layout import LOCAL, Count, Cut, Stream, joint
 from ditmesh.layout.derive import derive_layout
 from ditmesh.layout.forms import form_of, holds_tensors, news, objects_in
 from ditmesh.layout.probe import probe
-from support.classes.videos import CASES
+from support.classes import CASES
 from support.made_up import MadeUpTransformer
 from support.models import relative_error, run
 from support.parity import NoExchange

@@ -106,9 +106,9 @@ def test_virtual_ranks_equal_one_device(model, ring, more):
 
 
 def bytes_of_grouped_queries(config):
-    from support.classes import others
+    from support.classes import CASES
 
-    case = others.CASES["AceStepTransformer1DModel"]
+    case = CASES["AceStepTransformer1DModel"]
     model = case.make()
     with ditmesh.parallelized(model, config):
         model(**case.calls["plain"]())

@@ -19,13 +19,10 @@ from ditmesh.core.partial_run import PartialRun, Unknown, unknown_like
 from ditmesh.core.patching import CallChain
 from ditmesh.strategies.precomputed import PrecomputedModel
 from ditmesh.strategies.tensor.parallel import TensorParallel
-from support.classes import images, others, videos
+from support.classes import CASES
 from support.models import MAKERS, RAGGED, inputs, tiny
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
-
-CASES = {**images.CASES, **videos.CASES, **others.CASES}
-
 
 # --- a partial run -------------------------------------------------------------------------------------------
 

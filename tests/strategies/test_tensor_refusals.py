@@ -12,7 +12,7 @@ from torch import nn
 
 import ditmesh
 from ditmesh.strategies.tensor.slices import plan_slices, share_cut
-from support.classes import images, videos
+from support.classes import CASES
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.pipelines import flux
 
@@ -20,7 +20,7 @@ from support.pipelines import flux
 def test_heads_that_no_rule_cuts_are_refused():
     """HiDream's attention has a second set of projections, of the text."""
     with pytest.raises(ditmesh.ConfigError, match=r"no rule for double_stream_blocks\.0\.block\.attn1\.to_q_t"):
-        plan_slices(images.CASES["HiDreamImageTransformer2DModel"].make(), 2)
+        plan_slices(CASES["HiDreamImageTransformer2DModel"].make(), 2)
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [("Flux", 0.9, 1.0), ("Sana", 0.4, 0.6)])
@@ -29,7 +29,7 @@ def test_the_share_that_is_cut(name, least, most):
 
 
 def parallel() -> str:
-    case = videos.CASES["Kandinsky5Transformer3DModel"]
+    case = CASES["Kandinsky5Transformer3DModel"]
     model = case.make()
     try:
         with ditmesh.parallelized(model, {"tensor": 2}), torch.no_grad():

@@ -1,15 +1,14 @@
-"""Tiny autoencoders with random weights, one per class, and what they are asked to decode and encode. All float32."""
+"""What the tiny autoencoders of parts.json are asked to decode and encode. All float32."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 from unittest import mock
 
-import diffusers
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,289 +18,57 @@ from ditmesh.config import ParallelConfig
 from ditmesh.parts import banded_rules as rules
 from ditmesh.parts.banded import Banded, Bands
 from ditmesh.strategies.vae.parallel import InBands
-from support.models import stirred
-
-LEVELS = (8, 8, 8)
+from support.models import SECTIONS, fresh
 
 
 @dataclass(frozen=True)
 class Case:
-    """One autoencoder.
+    """What one autoencoder is asked for.
 
     Attributes:
-        make: builds it.
         latents: shape of latents to decode; rows divide by nothing.
         pixels: shape of a picture or a video to encode.
         calls: further arguments of ``decode``.
     """
 
-    make: Callable[[], nn.Module]
     latents: tuple[int, ...]
     pixels: tuple[int, ...]
     calls: dict[str, Any] = field(default_factory=dict)
 
 
-def _kl(kind: str, levels: int = 3, **settings: Any) -> nn.Module:
-    return getattr(diffusers, kind)(
-        **{
-            "block_out_channels": (8, 16, 16)[:levels],
-            "down_block_types": ("DownEncoderBlock2D",) * levels,
-            "up_block_types": ("UpDecoderBlock2D",) * levels,
-            "latent_channels": 4,
-            "norm_num_groups": 4,
-            "layers_per_block": 1,
-            **settings,
-        }
-    )
-
-
-def _dc(**settings: Any) -> nn.Module:
-    return diffusers.AutoencoderDC(
-        **{
-            "latent_channels": 8,
-            "attention_head_dim": 4,
-            "encoder_block_types": ("ResBlock", "ResBlock", "EfficientViTBlock"),
-            "decoder_block_types": ("ResBlock", "ResBlock", "EfficientViTBlock"),
-            "encoder_block_out_channels": (8, 8, 16),
-            "decoder_block_out_channels": (8, 8, 16),
-            "encoder_layers_per_block": (1, 1, 2),
-            "decoder_layers_per_block": (1, 1, 2),
-            "encoder_qkv_multiscales": ((), (), (5,)),
-            "decoder_qkv_multiscales": ((), (), (5,)),
-            "upsample_block_type": "pixel_shuffle",
-            "downsample_block_type": "pixel_unshuffle",
-            **settings,
-        }
-    )
-
-
-def _wan(**settings: Any) -> nn.Module:
-    return diffusers.AutoencoderKLWan(
-        **{
-            "base_dim": 4,
-            "z_dim": 4,
-            "dim_mult": [1, 2, 2],
-            "num_res_blocks": 1,
-            "temperal_downsample": [False, True],
-            "latents_mean": [0.0] * 4,
-            "latents_std": [1.0] * 4,
-            **settings,
-        }
-    )
-
-
-PICTURE, LATENTS = (2, 3, 44, 32), (2, 4, 11, 8)
-FILM, FRAMES = (1, 3, 5, 44, 24), (1, 4, 3, 11, 6)
-
-CASES: dict[str, Case] = {
-    "AutoencoderKL": Case(lambda: _kl("AutoencoderKL"), LATENTS, PICTURE),
-    "AutoencoderKLFlux2": Case(lambda: _kl("AutoencoderKLFlux2"), LATENTS, PICTURE),
-    "AsymmetricAutoencoderKL": Case(
-        lambda: diffusers.AsymmetricAutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            down_block_out_channels=(8, 8),
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            up_block_out_channels=(8, 8),
-            norm_num_groups=4,
-        ),
-        (2, 4, 11, 8),
-        (2, 3, 22, 16),
-    ),
-    "AutoencoderTiny": Case(
-        lambda: diffusers.AutoencoderTiny(
-            encoder_block_out_channels=LEVELS,
-            decoder_block_out_channels=LEVELS,
-            num_encoder_blocks=(1, 1, 1),
-            num_decoder_blocks=(1, 1, 1),
-        ),
-        LATENTS,
-        PICTURE,
-    ),
-    "AutoencoderDC": Case(_dc, (2, 8, 11, 8), (2, 3, 44, 32)),
-    "AutoencoderDC interpolated": Case(
-        lambda: _dc(upsample_block_type="interpolate", downsample_block_type="conv"), (1, 8, 11, 8), (1, 3, 44, 32)
-    ),
-    "AutoencoderKLTemporalDecoder": Case(
-        lambda: diffusers.AutoencoderKLTemporalDecoder(
-            block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2, latent_channels=4
-        ),
-        (2, 4, 11, 6),
-        (2, 3, 22, 12),
-        {"num_frames": 2},
-    ),
-    "AutoencoderKLWan": Case(_wan, FRAMES, FILM),
-    "AutoencoderKLWan 2.2": Case(
-        lambda: _wan(is_residual=True, patch_size=2, in_channels=12, out_channels=12, decoder_base_dim=8),
-        (1, 4, 3, 11, 6),
-        (1, 3, 5, 88, 48),
-    ),
-    "AutoencoderKLQwenImage": Case(
-        lambda: diffusers.AutoencoderKLQwenImage(
-            base_dim=4,
-            z_dim=4,
-            dim_mult=[1, 2, 2],
-            num_res_blocks=1,
-            temperal_downsample=[False, True],
-            latents_mean=[0.0] * 4,
-            latents_std=[1.0] * 4,
-        ),
-        (2, 4, 1, 11, 8),
-        (2, 3, 1, 44, 32),
-    ),
-    "AutoencoderKLHunyuanVideo": Case(
-        lambda: diffusers.AutoencoderKLHunyuanVideo(
-            latent_channels=4,
-            block_out_channels=(8, 8, 16),
-            layers_per_block=1,
-            norm_num_groups=4,
-            down_block_types=("HunyuanVideoDownBlock3D",) * 3,
-            up_block_types=("HunyuanVideoUpBlock3D",) * 3,
-            spatial_compression_ratio=4,
-        ),
-        FRAMES,
-        FILM,
-    ),
-    "AutoencoderKLHunyuanVideo15": Case(
-        lambda: diffusers.AutoencoderKLHunyuanVideo15(
-            latent_channels=4, block_out_channels=(8, 8, 8), layers_per_block=1, spatial_compression_ratio=4
-        ),
-        FRAMES,
-        FILM,
-    ),
-    "AutoencoderKLHunyuanImage": Case(
-        lambda: diffusers.AutoencoderKLHunyuanImage(
-            in_channels=3,
-            out_channels=3,
-            latent_channels=4,
-            block_out_channels=(32, 32, 32),
-            layers_per_block=1,
-            spatial_compression_ratio=4,
-            sample_size=64,
-        ),
-        LATENTS,
-        PICTURE,
-    ),
-    "AutoencoderKLHunyuanImageRefiner": Case(
-        lambda: diffusers.AutoencoderKLHunyuanImageRefiner(
-            latent_channels=4,
-            block_out_channels=(8, 8, 8),
-            layers_per_block=1,
-            spatial_compression_ratio=4,
-            temporal_compression_ratio=2,
-        ),
-        FRAMES,
-        FILM,
-    ),
-    "AutoencoderKLLTXVideo": Case(
-        lambda: diffusers.AutoencoderKLLTXVideo(
-            latent_channels=4,
-            block_out_channels=(8, 8, 8, 8),
-            decoder_block_out_channels=(8, 8, 8, 8),
-            layers_per_block=(1, 1, 1, 1, 1),
-            decoder_layers_per_block=(1, 1, 1, 1, 1),
-        ),
-        (1, 4, 2, 11, 4),
-        (1, 3, 9, 352, 64),
-    ),
-    "AutoencoderKLLTXVideo with noise": Case(
-        lambda: diffusers.AutoencoderKLLTXVideo(
-            latent_channels=4,
-            block_out_channels=(8, 8, 8, 8),
-            decoder_block_out_channels=(8, 8, 8, 8),
-            layers_per_block=(1, 1, 1, 1, 1),
-            decoder_layers_per_block=(1, 1, 1, 1, 1),
-            decoder_inject_noise=(True, True, True, True, True),
-            timestep_conditioning=True,
-        ),
-        (1, 4, 2, 11, 4),
-        (1, 3, 9, 352, 64),
-        {"temb": 0.05},
-    ),
-    "AutoencoderKLLTX2Video": Case(
-        lambda: diffusers.AutoencoderKLLTX2Video(
-            latent_channels=4,
-            block_out_channels=(8, 8, 8, 8),
-            decoder_block_out_channels=(8, 16, 32),
-            layers_per_block=(1, 1, 1, 1, 1),
-            decoder_layers_per_block=(1, 1, 1, 1),
-            spatial_compression_ratio=32,
-            temporal_compression_ratio=8,
-        ),
-        (1, 4, 2, 11, 4),
-        (1, 3, 9, 352, 64),
-    ),
-    "AutoencoderKLCogVideoX": Case(
-        lambda: diffusers.AutoencoderKLCogVideoX(
-            latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=2
-        ),
-        (1, 4, 3, 11, 6),
-        (1, 3, 9, 88, 48),
-    ),
-    "AutoencoderKLMochi": Case(
-        lambda: diffusers.AutoencoderKLMochi(
-            latent_channels=4,
-            encoder_block_out_channels=(32, 32, 32, 32),
-            decoder_block_out_channels=(32, 32, 32, 32),
-            layers_per_block=(1, 1, 1, 1, 1),
-        ),
-        (1, 4, 2, 11, 6),
-        (1, 3, 7, 88, 48),
-    ),
-    "AutoencoderKLCosmos": Case(
-        lambda: diffusers.AutoencoderKLCosmos(
-            latent_channels=4,
-            encoder_block_out_channels=(8, 8, 8, 8),
-            decode_block_out_channels=(8, 8, 8, 8),
-            attention_resolutions=(8,),
-            resolution=64,
-            num_layers=1,
-            latents_mean=None,
-            latents_std=None,
-        ),
-        (1, 4, 3, 11, 6),
-        (1, 3, 9, 88, 48),
-    ),
-    "AutoencoderKLKVAE": Case(
-        lambda: diffusers.AutoencoderKLKVAE(
-            channels=32, num_enc_blocks=1, num_dec_blocks=1, z_channels=4, ch_mult=(1, 1, 1), sample_size=64
-        ),
-        LATENTS,
-        PICTURE,
-    ),
-    "AutoencoderKLKVAEVideo": Case(
-        lambda: diffusers.AutoencoderKLKVAEVideo(ch=32, ch_mult=(1, 1, 1), num_res_blocks=1, z_channels=4),
-        FRAMES,
-        (1, 3, 9, 44, 24),
-    ),
-    "AutoencoderKLQwenImage21": Case(
-        lambda: diffusers.AutoencoderKLQwenImage21(
-            base_dim=4,
-            decoder_base_dim=4,
-            z_dim=4,
-            dim_mult=[1, 2, 2],
-            num_res_blocks=1,
-            temperal_downsample=[False, True],
-            latents_mean=[0.0] * 4,
-            latents_std=[1.0] * 4,
-        ),
-        (1, 4, 1, 11, 8),
-        (1, 4, 1, 88, 64),
-    ),
-    "AutoencoderKLMagvit": Case(
-        lambda: diffusers.AutoencoderKLMagvit(
-            latent_channels=4, block_out_channels=[8, 8, 8, 8], layers_per_block=1, norm_num_groups=4
-        ),
-        (1, 4, 3, 11, 6),
-        (1, 3, 9, 88, 48),
-    ),
+PICTURE = Case((2, 4, 11, 8), (2, 3, 44, 32))
+FILM = Case((1, 4, 3, 11, 6), (1, 3, 5, 44, 24))
+LARGE_FILM = Case((1, 4, 3, 11, 6), (1, 3, 9, 88, 48))
+LTX = Case((1, 4, 2, 11, 4), (1, 3, 9, 352, 64))
+SHAPES: dict[str, Case] = {
+    "AutoencoderKL": PICTURE,
+    "AutoencoderKLFlux2": PICTURE,
+    "AsymmetricAutoencoderKL": Case((2, 4, 11, 8), (2, 3, 22, 16)),
+    "AutoencoderTiny": PICTURE,
+    "AutoencoderDC": Case((2, 8, 11, 8), (2, 3, 44, 32)),
+    "AutoencoderDC interpolated": Case((1, 8, 11, 8), (1, 3, 44, 32)),
+    "AutoencoderKLTemporalDecoder": Case((2, 4, 11, 6), (2, 3, 22, 12), {"num_frames": 2}),
+    "AutoencoderKLWan 2.2": Case((1, 4, 3, 11, 6), (1, 3, 5, 88, 48)),
+    "AutoencoderKLQwenImage": Case((2, 4, 1, 11, 8), (2, 3, 1, 44, 32)),
+    "AutoencoderKLHunyuanImage": PICTURE,
+    "AutoencoderKLLTXVideo": LTX,
+    "AutoencoderKLLTXVideo with noise": replace(LTX, calls={"temb": 0.05}),
+    "AutoencoderKLLTX2Video": LTX,
+    "AutoencoderKLCogVideoX": LARGE_FILM,
+    "AutoencoderKLMochi": Case((1, 4, 2, 11, 6), (1, 3, 7, 88, 48)),
+    "AutoencoderKLCosmos": LARGE_FILM,
+    "AutoencoderKLKVAE": PICTURE,
+    "AutoencoderKLKVAEVideo": Case((1, 4, 3, 11, 6), (1, 3, 9, 44, 24)),
+    "AutoencoderKLQwenImage21": Case((1, 4, 1, 11, 8), (1, 4, 1, 88, 64)),
+    "AutoencoderKLMagvit": LARGE_FILM,
 }
+CASES = {name: SHAPES.get(name, FILM) for name in SECTIONS["autoencoders"]}
 
 
 @cache
 def made(name: str) -> nn.Module:
     """The autoencoder of a case, with the same weights in every process."""
-    torch.manual_seed(0)
-    model = stirred(CASES[name].make().eval())
+    model = fresh(name)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model

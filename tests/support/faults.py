@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import diffusers
 import torch
 import torch.distributed as dist
 
@@ -24,7 +23,7 @@ import ditmesh
 from ditmesh.launch.devices import join_default_group, use_loopback
 from ditmesh.launch.pool import PRELOAD
 from ditmesh.launch.processes import start_fork_server
-from support.models import relative_error
+from support.models import component, relative_error
 from support.pipelines import MAKERS, arguments, draw
 from support.tensor import bits, same_bits
 
@@ -84,32 +83,7 @@ def injected() -> None:
 def _small(name: str) -> Any:
     """Two blocks, of every kind that the family has."""
     torch.manual_seed(0)
-    if name == "flux":
-        return diffusers.FluxTransformer2DModel(
-            patch_size=1,
-            in_channels=16,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=4,
-            joint_attention_dim=32,
-            pooled_projection_dim=16,
-            axes_dims_rope=(4, 6, 6),
-            guidance_embeds=True,
-        ).eval()
-    return diffusers.SD3Transformer2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        joint_attention_dim=32,
-        caption_projection_dim=32,
-        pooled_projection_dim=16,
-        pos_embed_max_size=12,
-    ).eval()
+    return component({"flux": "Flux small", "sd3": "SD3 small"}[name]).eval()
 
 
 def pipeline(name: str) -> Any:

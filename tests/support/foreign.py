@@ -263,4 +263,6 @@ def calls() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
         "one frame": (ForeignFilm(), film_call(frames=1)),
         "positions": (ForeignFilm(extra=True), film_call()),
         "frames": (ForeignFilm(extra=True), film_call(each=True)),
+        "two images": (ForeignImage(), image_call(2)),
+        "two films": (ForeignFilm(), film_call(2)),
     }

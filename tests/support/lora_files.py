@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,12 +10,12 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from support.exam import build, flow
 from support.models import tiny
 
 RANK, ALPHA = 4, 6.0
@@ -153,18 +152,8 @@ KINDS = {family: kind for family, (kind, _) in FAMILIES.items()} | {"Krea2": "Kr
 
 def pipeline(family: str) -> Any:
     """A pipeline of a family's tiny transformer and nothing else that could take an adapter."""
-    kind = getattr(diffusers, KINDS[family])
-    parts: dict[str, Any] = dict.fromkeys(
-        name
-        for name, parameter in inspect.signature(kind.__init__).parameters.items()
-        if name != "self" and parameter.default is inspect.Parameter.empty
-    )
-    parts["transformer"] = copy.deepcopy(tiny(family))
-    if "scheduler" in parts:
-        parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler()
-    if "safety_checker" in inspect.signature(kind.__init__).parameters:
-        parts["safety_checker"] = nn.Module()
-    return kind(**parts)
+    guard = {"safety_checker": nn.Module()} if family == "Cosmos" else {}
+    return build(KINDS[family], transformer=copy.deepcopy(tiny(family)), scheduler=flow(), **guard)
 
 
 @dataclass

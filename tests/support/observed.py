@@ -11,7 +11,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
@@ -25,19 +24,19 @@ from ditmesh.train.observed.family import CAPTIONS, LABELS, MOST_OFF_FIRST, Obse
 from ditmesh.train.observed.maps import NumberMap
 from ditmesh.train.observed.recipe import MOST_OFF, Recipe, TimeArgument
 from ditmesh.train.observed.view import GUIDANCE, OFF, PipelineView
-from support.exam import Exam, images, others, videos
+from support.exam import Exam, images, one_generator, others, videos
 from support.train import configured
 
 # Calls that no other test makes.
 MORE: dict[str, Exam] = {
     # Every given frame is given for good, and none a little.
     "LTXConditionPipeline first frame": Exam(
-        lambda: videos.ltx(diffusers.LTXConditionPipeline),
-        videos.alone(videos.ltx_call(image=videos.picture(width=160, height=96))),
+        lambda: videos.ltx("LTXConditionPipeline"),
+        videos.ltx_call(image=videos.wide_picture(), generator=one_generator),
         several=False,
     ),
     "LTX2ConditionPipeline first frame": Exam(
-        lambda: videos.ltx2(diffusers.LTX2ConditionPipeline), videos.ltx2_call(conditions=videos.ltx2_keyframes()[:1])
+        lambda: videos.ltx2("LTX2ConditionPipeline"), videos.ltx2_call(conditions=videos.ltx2_keyframes()[:1])
     ),
 }
 EXAMS: dict[str, Exam] = {**images.EXAMS, **videos.EXAMS, **others.EXAMS, **MORE}

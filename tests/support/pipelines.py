@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import diffusers
 import torch
 
-from support.models import tiny
+from support.exam import flow
+from support.more_pipelines import around
 
 # Every prompt is a seed: its embedding is noise drawn from it.
 WIDTH, POOLED, TOKENS = 32, 16, 12
@@ -23,32 +24,10 @@ def embeddings(prompts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(text), torch.stack(pooled)
 
 
-def sd3() -> Any:
-    """Stable Diffusion 3: guidance in one batched call."""
-    return diffusers.StableDiffusion3Pipeline(
-        transformer=tiny("SD3"),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=None,
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
-        text_encoder_3=None,
-        tokenizer_3=None,
-    )
-
-
-def flux() -> Any:
-    """Flux with true guidance: two calls a step."""
-    return diffusers.FluxPipeline(
-        transformer=tiny("Flux"),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=None,
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
-    )
+# Stable Diffusion 3 with guidance in one batched call, and Flux with true guidance: two calls a step.
+sd3 = around("StableDiffusion3Pipeline", "SD3", partial(flow, shift=3.0))
+flux = around("FluxPipeline", "Flux")
+MAKERS = {"sd3": sd3, "flux": flux}
 
 
 def arguments(name: str, prompts: list[int], seed: int = 0, steps: int = 4, **more: Any) -> dict[str, Any]:
@@ -76,6 +55,3 @@ def draw(pipe: Any, made: dict[str, Any]) -> torch.Tensor:
     pipe.set_progress_bar_config(disable=True)
     with torch.no_grad():
         return pipe(**made).images
-
-
-MAKERS = {"sd3": sd3, "flux": flux}

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from support.exam import flow
 from support.exam.images import kl, letters
 from support.hub import _flux
-from support.models import variant
+from support.models import component, variant
 from support.tiny import save_tiny_sd3, save_tiny_wan
 
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
@@ -31,33 +32,11 @@ def _saved(pipe: Any, folder: Path) -> Path:
 
 def _qwen_image(folder: Path) -> Path:
     """Whose text encoder reads letters; its prompt template is as long as ever."""
-    text = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": len(letters()),
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3], "rope_type": "default"},
-    }
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     torch.manual_seed(0)
-    encoder = transformers.Qwen2_5_VLForConditionalGeneration(
-        transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
-    )
-    vae = diffusers.AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[True],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    )
     pipe = diffusers.QwenImagePipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=vae,
-        text_encoder=encoder.eval(),
+        scheduler=flow(),
+        text_encoder=component("qwen25_vl").eval(),
+        vae=component("qwen vae saved"),
         tokenizer=letters(),
         transformer=variant("QwenImage"),
     )
@@ -73,26 +52,11 @@ def _flux2(folder: Path) -> Path:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=letters().backend_tokenizer, pad_token="<pad>", eos_token="<eos>", chat_template=CHAT
     )
-    text = transformers.MistralConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=30,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=len(tokenizer),
-    )
-    vision = transformers.PixtralVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16
-    )
     torch.manual_seed(0)
-    encoder = transformers.Mistral3ForConditionalGeneration(
-        transformers.Mistral3Config(text_config=text, vision_config=vision)
-    )
     pipe = diffusers.Flux2Pipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=kl(4, 3, kind="AutoencoderKLFlux2"),
-        text_encoder=encoder.eval(),
+        scheduler=flow(),
+        text_encoder=component("mistral3").eval(),
+        vae=kl(4, 3, kind="kl_flux2"),
         tokenizer=tokenizer,
         transformer=variant("Flux2", joint_attention_dim=48),
     )

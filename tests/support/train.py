@@ -10,12 +10,14 @@ from typing import Any
 
 import diffusers
 import numpy as np
+import torch
 from PIL import Image
 
 from ditmesh.train import TrainConfig, config
 from ditmesh.train.trainer import Trainer
 from ditmesh.zoo import path as find
 from ditmesh.zoo.references import read_sheet
+from support.models import component
 from support.tiny import letters_tokenizer
 
 ZOO = Path(__import__("ditmesh").__file__).parent / "zoo"
@@ -95,10 +97,8 @@ def save_pipeline(name: str, folder: Path) -> Path:
 
     What starts as zeros in a fresh transformer is noise, so that every part of it shows in the output.
     """
-    import torch
-
     torch.manual_seed(0)
-    made = {"flux": _flux, "pixart": _pixart, "dit": _dit}[name](folder)
+    made = {"flux": _flux, "pixart": _pixart, "dit": _dit}[name](letters_tokenizer(folder / "words"))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.transformer.parameters():
@@ -107,119 +107,44 @@ def save_pipeline(name: str, folder: Path) -> Path:
     return folder / name
 
 
-def _vae(channels: int, scaling: float, shift: float | None) -> Any:
+def _vae(scaling: float, shift: float | None) -> Any:
     """Its deviation is next to nothing: a sample of its latents is their mean."""
-    import torch
-    from diffusers import AutoencoderKL
-
-    vae = AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=channels,
-        norm_num_groups=4,
-        layers_per_block=1,
-        sample_size=32,
-        scaling_factor=scaling,
-        shift_factor=shift,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
+    vae = component("kl saved", scaling_factor=scaling, shift_factor=shift)
     out = vae.encoder.conv_out
     with torch.no_grad():
-        out.weight[channels:] = 0.0
-        assert out.bias is not None
-        out.bias[channels:] = -30.0
+        out.weight[4:] = 0.0
+        out.bias[4:] = -30.0
     return vae
 
 
-def _t5(words: Any) -> Any:
-    from transformers import T5Config, T5EncoderModel
-
-    return T5EncoderModel(
-        T5Config(
-            vocab_size=len(words), d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, tie_word_embeddings=False
-        )
-    )
-
-
-def _flux(folder: Path) -> Any:
-    import diffusers
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    words = letters_tokenizer(folder / "words")
-    text = CLIPTextConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=words.model_max_length,
-        bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id,
-        pad_token_id=words.pad_token_id,
-    )
-    transformer = diffusers.FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        joint_attention_dim=32,
-        pooled_projection_dim=16,
-        guidance_embeds=True,
-        axes_dims_rope=(2, 2, 4),
-    )
+def _flux(words: Any) -> Any:
+    transformer = component("Flux saved")
     return diffusers.FluxPipeline(
         # As FLUX.1-dev has it: the shift depends on the picture's size when it is sampled.
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=_vae(4, 0.36, 0.12),
-        text_encoder=CLIPTextModel(text),
+        vae=_vae(0.36, 0.12),
+        text_encoder=component("clip saved plain"),
         tokenizer=words,
-        text_encoder_2=_t5(words),
+        text_encoder_2=component("t5 saved"),
         tokenizer_2=words,
         transformer=transformer,
     )
 
 
-def _pixart(folder: Path) -> Any:
-    import diffusers
-
-    words = letters_tokenizer(folder / "words")
-    transformer = diffusers.PixArtTransformer2DModel(
-        num_attention_heads=6,
-        attention_head_dim=8,
-        in_channels=4,
-        out_channels=8,
-        num_layers=2,
-        sample_size=128,  # the one with additional conditions
-        patch_size=2,
-        cross_attention_dim=48,
-        caption_channels=32,
-    )
+def _pixart(words: Any) -> Any:
+    # At this sample size it is the one with additional conditions.
+    transformer = component("PixArt saved")
     return diffusers.PixArtAlphaPipeline(
         tokenizer=words,
-        text_encoder=_t5(words),
-        vae=_vae(4, 0.18, None),
+        text_encoder=component("t5 saved"),
+        vae=_vae(0.18, None),
         transformer=transformer,
         scheduler=diffusers.DPMSolverMultistepScheduler(beta_start=1e-4, beta_end=0.02),
     )
 
 
-def _dit(folder: Path) -> Any:
-    import diffusers
-
-    transformer = diffusers.DiTTransformer2DModel(
-        num_attention_heads=4,
-        attention_head_dim=8,
-        in_channels=4,
-        out_channels=8,
-        num_layers=2,
-        sample_size=16,
-        patch_size=2,
-        num_embeds_ada_norm=1000,  # as many as its pipeline knows
-    )
+def _dit(_: Any) -> Any:
+    transformer = component("DiT saved")
     return diffusers.DiTPipeline(
-        transformer=transformer, vae=_vae(4, 0.18, None), scheduler=diffusers.DPMSolverMultistepScheduler()
+        transformer=transformer, vae=_vae(0.18, None), scheduler=diffusers.DPMSolverMultistepScheduler()
     )

@@ -5,57 +5,24 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import diffusers
 import torch
 from torch import Tensor, nn
 
-from support.models import stirred
+from support.models import fresh
 
-
-def _helios() -> nn.Module:
-    return diffusers.HeliosTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=4,
-        attention_head_dim=12,
-        in_channels=16,
-        out_channels=16,
-        text_dim=16,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=2,
-        rope_dim=(4, 4, 4),
-        is_amplify_history=True,
-    )
-
-
-def _skyreels(**changes: Any) -> nn.Module:
-    return diffusers.SkyReelsV2Transformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=4,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=2,
-        rope_max_seq_len=32,
-        **changes,
-    )
-
-
-MAKERS = {
-    "Helios": _helios,
-    "SkyReels": _skyreels,
-    "SkyReels fps": lambda: _skyreels(inject_sample_info=True),
+WIDTHS = {"text_dim": 16, "freq_dim": 32, "ffn_dim": 32, "num_layers": 2}
+MADE: dict[str, tuple[str, dict[str, Any]]] = {
+    "Helios": ("HeliosTransformer3DModel", {"in_channels": 16, "out_channels": 16}),
+    "SkyReels": ("SkyReelsV2Transformer3DModel", {}),
+    "SkyReels fps": ("SkyReelsV2Transformer3DModel + diffusion forcing", {}),
 }
 
 
 @cache
 def unlisted(name: str) -> nn.Module:
     """The tiny model, the same weights in every process."""
-    torch.manual_seed(0)
-    return stirred(MAKERS[name]().eval())
+    part, changes = MADE[name]
+    return fresh(part, **WIDTHS, **changes)
 
 
 def call_of(name: str, form: str, batch: int = 2) -> dict[str, Any]:

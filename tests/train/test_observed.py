@@ -29,7 +29,7 @@ from support.families import BY_HAND
 from support.observed import EXAMS, OTHER, observed, planted, settings
 from support.sample import sampled
 from support.train import save_pipeline
-from support.trainable import LEAST, REFUSED, UPSTREAM, refusal
+from support.trainable import LEAST, REFUSED, UPSTREAM
 
 # Some that are derived always: packed, moved, a flipped sign, a part of the result, lists of samples, videos.
 ALWAYS = [
@@ -107,7 +107,7 @@ def test_every_pipeline_is_derived_or_refused(name: str):
     """Each is derived, so that every planted mistake shows, or refused in a sentence of one line."""
     if not hasattr(EXAMS[name].make(), "transformer"):
         pytest.skip("it has no transformer")
-    if (sentence := refusal(name)) is not None:
+    if (sentence := REFUSED.get(name)) is not None:
         with pytest.raises(ConfigError) as refused:
             observed(name)
         assert sentence in str(refused.value)

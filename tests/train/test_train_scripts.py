@@ -182,7 +182,7 @@ def cogvideox(pipe: Any, given: dict[str, Any], raw: Tensor, noise: Tensor, time
 
 def velocity_of_cog() -> Any:
     scheduler = diffusers.CogVideoXDPMScheduler(prediction_type="v_prediction")
-    return videos.cog(diffusers.CogVideoXPipeline, False, scheduler=scheduler)
+    return videos.cog("CogVideoXPipeline", False, scheduler)
 
 
 CASES: dict[str, tuple[Callable[..., Computed], Exam]] = {
