@@ -12,7 +12,7 @@ from torch import nn
 import ditmesh
 from ditmesh.comm.mesh import Mesh
 from ditmesh.config import ParallelConfig
-from ditmesh.memory.walk import WalkOptions, walk_encoder
+from ditmesh.memory.walk import walk_encoder
 from ditmesh.strategies.text_encoders import in_slices
 
 LLAMA: dict[str, Any] = {
@@ -95,7 +95,7 @@ def test_embeddings_of_every_family(ranks):
             assert result["restored"], name
             cls, config = ENCODERS[name]
             among = ParallelConfig(ulysses=2, text_encoder="tensor")
-            walked = walk_encoder(cls.__name__, config.to_dict(), among, 9, WalkOptions(torch.float32, False))
+            walked = walk_encoder(cls.__name__, config.to_dict(), among, 9, torch.float32)
             assert walked.weights == pytest.approx(result["stored"], rel=0.02), name
 
 
