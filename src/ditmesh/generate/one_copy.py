@@ -109,4 +109,9 @@ def _opened(parcel: Parcel) -> dict[str, nn.Module]:
     for name, module in modules.items():
         for parameter, flag in zip(module.parameters(), gradients[name], strict=True):
             parameter.requires_grad_(flag)
+        if hasattr(module, "_can_record_outputs"):
+            # transformers notes in __init__, which was not called here, which outputs a class can return: without that
+            # a text encoder has no hidden states.
+            with torch.device("meta"):
+                type(module)(module.config)
     return modules
