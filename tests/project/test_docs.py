@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -292,3 +293,52 @@ def test_translated_tables_have_the_same_figures(heading, translated):
     found = figures("memory.md", heading)
     assert sum(map(len, found)) > 50
     assert figures("memory.zh.md", translated) == found
+
+
+def tree() -> list[str]:
+    """Modules and folders of the package, or parts of a folder, in the order of docs/architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listing = re.search(r"src/ditmesh/\n(.*?)```", text, re.DOTALL)
+    assert listing
+    return [
+        line.split()[0].removesuffix("/").removesuffix(".py")
+        for line in listing.group(1).splitlines()
+        if line.startswith("  ")
+    ]
+
+
+def test_every_module_is_in_the_tree():
+    found = {
+        path.stem
+        for path in (ROOT / "src" / "ditmesh").iterdir()
+        if (path.suffix == ".py" and not path.stem.startswith("__")) or (path / "__init__.py").exists()
+    }
+    assert found == {name.split("/")[0] for name in tree()}
+
+
+def test_imports_run_one_way():
+    """A module imports only those above it in the tree (types for checkers apart)."""
+    order = {tuple(name.split("/")): place for place, name in enumerate(tree())}
+    package = ROOT / "src" / "ditmesh"
+
+    def place(parts: Sequence[str]) -> int | None:
+        """Of the longest entry that holds a module."""
+        heads = (tuple(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((order[head] for head in heads if head in order), None)
+
+    wrong = []
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).with_suffix("").parts
+        here = place(parts)
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        for_checkers = [n for n in module.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        skipped = {node for block in for_checkers for node in ast.walk(block)}
+        for node in ast.walk(module):
+            if here is None or node in skipped or not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            target = [*parts[: len(parts) - node.level], *(node.module.split(".") if node.module else ())]
+            for alias in node.names:
+                there = place([*target, alias.name])
+                if there is not None and there > here:
+                    wrong.append(f"{path.relative_to(package)} imports {'.'.join([*target, alias.name])}")
+    assert wrong == []

@@ -433,7 +433,7 @@ def names_by_value(folders: Sequence[str]) -> list[Any]:
     """Modules of plug-ins in these folders that another process could not import by their names."""
     import importlib.util
 
-    found = []
+    modules = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not file or not any(os.path.abspath(file).startswith(os.path.abspath(one) + os.sep) for one in folders):
@@ -443,5 +443,5 @@ def names_by_value(folders: Sequence[str]) -> list[Any]:
         except (ImportError, ValueError, AttributeError):
             known = False
         if not known:
-            found.append(module)
-    return found
+            modules.append(module)
+    return modules

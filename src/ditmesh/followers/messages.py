@@ -218,16 +218,16 @@ class CallReceiver:
         message = torch.empty(size, dtype=torch.uint8, device=device)
         if size:
             self._mesh.world.broadcast(message, 0)
-        kept = []
-        for place, one in zip(places, facts, strict=True):
-            if one.of is not None:
-                kept.append(self._kept[one.of])
+        tensors = []
+        for place, fact in zip(places, facts, strict=True):
+            if fact.of is not None:
+                tensors.append(self._kept[fact.of])
                 continue
-            tensor = from_bytes(message[place : place + one.size], one.shape, one.dtype)
-            kept.append(tensor if one.near else tensor.cpu())
-        self._kept = kept
+            tensor = from_bytes(message[place : place + fact.size], fact.shape, fact.dtype)
+            tensors.append(tensor if fact.near else tensor.cpu())
+        self._kept = tensors
         # Models write to their arguments.
-        return _loaded_call(data, [tensor.clone() for tensor in kept], device)
+        return _loaded_call(data, [tensor.clone() for tensor in tensors], device)
 
 
 def _culprit(value: Any, error: Exception, where: str = "") -> tuple[str, Exception]:

@@ -86,18 +86,18 @@ def pack_parcel(
         said = f"this {type(value).__name__} cannot be copied to other processes ({first_line(error)})"
         raise InputError(said) from error
     of_files = zip(tensors.found, files_of(tensors.found) if moved else (), strict=False)
-    there = {id(tensor): place for tensor, place in of_files if place is not None}
+    mapped = {id(tensor): place for tensor, place in of_files if place is not None}
     with ExitStack() as files:
-        size = sum(rounded_up(t.nbytes) for t in tensors.found if id(t) not in there and not _is_far(t, device))
+        size = sum(rounded_up(t.nbytes) for t in tensors.found if id(t) not in mapped and not _is_far(t, device))
         room = MemoryFile(files, size)
         memory = map_place(room.place) if moved and size else None
-        paths = list(dict.fromkeys(path for path, _ in there.values()))
+        paths = list(dict.fromkeys(path for path, _ in mapped.values()))
         places: list[_Place] = []
         for tensor in tensors.found:
             near, file = tensor.device.type == device, 0
             start = handle = None
-            if id(tensor) in there:
-                path, start = there[id(tensor)]
+            if id(tensor) in mapped:
+                path, start = mapped[id(tensor)]
                 file = 1 + paths.index(path)
             elif (handle := _opened(tensor) if _is_far(tensor, device) else None) is None:
                 start = room.put(tensor.cpu())

@@ -166,12 +166,13 @@ def missing(machine: dict[str, Any]) -> list[str]:
             shm is None or shm["free_gb"] >= SMALL_SHARED_MEMORY
         ),
     }
-    found = outdated()
+    sentences = outdated()
     errors = machine.get("import_errors", {})
     # ditmesh's own error says which packages are too old.
-    found += [f"{name} cannot be imported ({why})" for name, why in errors.items() if name != "ditmesh" or not found]
-    found += [sentence for sentence, there in wanted.items() if not there]
-    return found
+    unreadable = {name: why for name, why in errors.items() if name != "ditmesh" or not sentences}
+    sentences += [f"{name} cannot be imported ({why})" for name, why in unreadable.items()]
+    sentences += [sentence for sentence, there in wanted.items() if not there]
+    return sentences
 
 
 def ranks_meet() -> bool:

@@ -87,15 +87,15 @@ def hidden_texts(private: Callable[[], bool]) -> Iterator[None]:
     end_of_thread, end_of_finaliser = threading.excepthook, sys.unraisablehook
 
     def record(*args: Any, **more: Any) -> logging.LogRecord:
-        made = make(*args, **more)
-        if private() and made.name.partition(".")[0] != "ditmesh":
-            place = f"{made.name} line {made.lineno}"
-            made.msg, made.args, made.exc_info, made.exc_text = _without_text(place), (), None, None
+        entry = make(*args, **more)
+        if private() and entry.name.partition(".")[0] != "ditmesh":
+            place = f"{entry.name} line {entry.lineno}"
+            entry.msg, entry.args, entry.exc_info, entry.exc_text = _without_text(place), (), None, None
             if place in told:
                 # Below the level of every handler.
-                made.levelno = -1
+                entry.levelno = -1
             told.add(place)
-        return made
+        return entry
 
     def warning(message: Any, category: Any, filename: str, lineno: int, *more: Any, **options: Any) -> None:
         if private() and not category.__module__.startswith("ditmesh"):

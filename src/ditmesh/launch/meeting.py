@@ -161,20 +161,20 @@ def own_address(other: str) -> str:
 def _compare(every: Sequence[dict[str, Any]]) -> None:
     """Reject ranks that cannot work together: `MeetingError`."""
     first = every[0]
-    for rank, one in enumerate(every):
-        if other := [name for name in COMPARED_VERSIONS if one["versions"].get(name) != first["versions"].get(name)]:
+    for rank, note in enumerate(every):
+        if other := [name for name in COMPARED_VERSIONS if note["versions"].get(name) != first["versions"].get(name)]:
             name = other[0]
             raise MeetingError(
-                f"rank {rank} on {one['host']} has {name} {one['versions'].get(name)}, and rank 0 on {first['host']} "
+                f"rank {rank} on {note['host']} has {name} {note['versions'].get(name)}, and rank 0 on {first['host']} "
                 f"{first['versions'].get(name)}; install the same on all hosts"
             )
     # If all of them are on the loopback, it is one host's.
-    places = {rank: one["address"].partition("%")[0] for rank, one in enumerate(every) if one["address"]}
+    places = {rank: note["address"].partition("%")[0] for rank, note in enumerate(every) if note["address"]}
     inside = [rank for rank, address in places.items() if ipaddress.ip_address(address).is_loopback]
     if 0 < len(inside) < len(every):
-        one = every[inside[0]]
+        note = every[inside[0]]
         raise MeetingError(
-            f"MASTER_ADDR={os.environ['MASTER_ADDR']} leads to the loopback on {one['host']}, where no other host "
+            f"MASTER_ADDR={os.environ['MASTER_ADDR']} leads to the loopback on {note['host']}, where no other host "
             "reaches it; give the first host's address in the network that hosts share as --master-addr"
         )
 

@@ -357,13 +357,13 @@ class RankPool(StayingRanks):
             text = self._settings[rank].stack_file.read_text(errors="replace")
         except OSError:
             return ""
-        kept, ours = [], False
+        lines, ours = [], False
         for line in text.splitlines():
             # From there outwards every rank looks the same.
             ours = (ours and line.startswith("  File")) or f'"{rank_.__file__}"' in line
             if not ours and not line.startswith("Extension modules:"):
-                kept.append(line)
-        return "\n".join(kept)
+                lines.append(line)
+        return "\n".join(lines)
 
 
 def begin_local_ranks(device: DeviceChoice, preload: Sequence[str] = PRELOAD) -> None:

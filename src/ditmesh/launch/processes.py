@@ -143,17 +143,17 @@ def without_main_module(name: str) -> Iterator[None]:
     functions would start the application's parts once more, in every rank.
     """
     with _without_main:
-        whole = spawn.get_preparation_data
+        preparation = spawn.get_preparation_data
 
         def part(process: str, *more: Any) -> dict[str, Any]:
-            data = whole(process, *more)
+            data = preparation(process, *more)
             return data if process != name else {k: v for k, v in data.items() if not k.startswith("init_main_from")}
 
         spawn.get_preparation_data = part
         try:
             yield
         finally:
-            spawn.get_preparation_data = whole
+            spawn.get_preparation_data = preparation
 
 
 @contextlib.contextmanager

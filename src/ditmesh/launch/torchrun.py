@@ -43,15 +43,16 @@ def torchrun_rank() -> TorchrunRank | None:
     Raises:
         ConfigError: only some of the variables are set, or one is not a number.
     """
-    there = [name for name in RANK_VARIABLES if name in os.environ]
-    if there in ([], ["WORLD_SIZE"], ["RANK", "WORLD_SIZE"]):
+    present = [name for name in RANK_VARIABLES if name in os.environ]
+    if present in ([], ["WORLD_SIZE"], ["RANK", "WORLD_SIZE"]):
         return None
-    missing = [name for name in RANK_VARIABLES if name not in there]
-    names = " and ".join(there)
+    missing = [name for name in RANK_VARIABLES if name not in present]
+    names = " and ".join(present)
     if missing:
         raise ConfigError(
-            f"{names} {'is' if len(there) == 1 else 'are'} set, as in a rank of torchrun, but {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not; start this with torchrun, or unset {names}"
+            f"{names} {'is' if len(present) == 1 else 'are'} set, as in a rank of torchrun, but "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; start this with torchrun, or unset "
+            f"{names}"
         )
     values = {name: os.environ[name] for name in (*RANK_VARIABLES, "LOCAL_WORLD_SIZE") if name in os.environ}
     for name, value in values.items():
@@ -95,29 +96,29 @@ def _join(timeout: float, device: DeviceChoice) -> tuple[torch.device, Meeting |
     """`init_from_environment`; how the ranks have met, if they have done so here."""
     import torch.distributed as dist
 
-    there = torchrun_rank()
-    if there is None:
+    place = torchrun_rank()
+    if place is None:
         raise ConfigError("RANK, WORLD_SIZE and LOCAL_RANK are not set; start this with `torchrun --nproc-per-node N`")
     check_timeout(timeout)
     if not dist.is_initialized():
-        if there.rank >= there.world_size:
-            raise ConfigError(f"RANK={there.rank} is none of WORLD_SIZE={there.world_size} ranks; start with torchrun")
+        if place.rank >= place.world_size:
+            raise ConfigError(f"RANK={place.rank} is none of WORLD_SIZE={place.world_size} ranks; start with torchrun")
         absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if absent:
             raise ConfigError(
                 f"{' and '.join(absent)}, by which ranks find one another, {'is' if len(absent) == 1 else 'are'} not "
                 f"set; start this with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK"
             )
-    kind = resolve_device(device, there.local_size)
-    if there.alone:
+    kind = resolve_device(device, place.local_size)
+    if place.alone:
         use_loopback()
     # A process that has joined already does not meet again.
-    met = None if dist.is_initialized() else meet(there.rank, there.world_size, timeout)
+    met = None if dist.is_initialized() else meet(place.rank, place.world_size, timeout)
     rendezvous = "env://" if met is None else met.store
     try:
-        return join_default_group(kind, there.rank, there.world_size, there.local_rank, timeout, rendezvous), met
+        return join_default_group(kind, place.rank, place.world_size, place.local_rank, timeout, rendezvous), met
     except RuntimeError as error:
-        raise join_error(there.rank, error) from error
+        raise join_error(place.rank, error) from error
 
 
 class TorchrunRanks(Launcher):

@@ -110,13 +110,13 @@ def seconds(
     """
     device = hardware.device
     speeds = {"matrix products": device.matmul, "attention": device.attention, "elementwise": device.matmul}
-    found: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+    terms: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     for (kind, flops, size), count in work.operations.items():
-        found[kind] += count * max(flops / speeds[kind], size / device.bandwidth)
-    busy, launches = sum(found.values()), pieces * device.launch * sum(work.operations.values())
+        terms[kind] += count * max(flops / speeds[kind], size / device.bandwidth)
+    busy, launches = sum(terms.values()), pieces * device.launch * sum(work.operations.values())
     # A host is as fast as its launches and a GPU as all else: the slower one says how long a step takes.
-    found[LAUNCHES] = max(0.0, launches - busy) if device.ahead else launches
-    travelling = 0.0 if config.exchange == "gather" else found["attention"]
+    terms[LAUNCHES] = max(0.0, launches - busy) if device.ahead else launches
+    travelling = 0.0 if config.exchange == "gather" else terms["attention"]
     hidden = {"ring": busy if stale else travelling, "shard": busy}
     for (name, collective), sent in work.sent.items():
         size = config.shard if name == "shard" else config.size_of(LINKS[name])
@@ -124,8 +124,8 @@ def seconds(
             sent = sent * 2 * (size - 1) // size
         time = hardware.transfer(collective, pieces * work.messages[name, collective], sent, size)
         beside = min(hardware.link.hidden * time, hidden.get(name, 0.0))
-        found[f"waits for {name}"] = found.get(f"waits for {name}", 0.0) + time - beside
-    return found
+        terms[f"waits for {name}"] = terms.get(f"waits for {name}", 0.0) + time - beside
+    return terms
 
 
 def _staged(
@@ -141,11 +141,11 @@ def _staged(
     In a synchronous step the stages run one after the other. With fewer patches than stages, a stage waits for the
     first one of the next step; a request begins with ``(stages - 1) / patches`` of a stage's step.
     """
-    whole = config.model_copy(update={"pipe": 1, "patches": None, "stages": "estimated"})
-    steps: Steps = steps_of(transformer, settings, whole, workload, dtype)
+    unstaged = config.model_copy(update={"pipe": 1, "patches": None, "stages": "estimated"})
+    steps: Steps = steps_of(transformer, settings, unstaged, workload, dtype)
     patches = config.patches or config.pipe
-    synchronous = seconds(steps.synchronous, whole, hardware)
-    found = seconds(steps.steady, whole, hardware, pieces=patches)
+    synchronous = seconds(steps.synchronous, unstaged, hardware)
+    found = seconds(steps.steady, unstaged, hardware, pieces=patches)
     steady = {name: each / config.pipe for name, each in found.items()}
     stage = sum(steady.values())
     steady["waits for the next step's patch"] = max(0.0, config.pipe / patches - 1) * stage

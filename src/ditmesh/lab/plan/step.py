@@ -108,11 +108,11 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         name = func._overloadpacket.__name__
-        if views or not made or name in FREE:
+        if views or not results or name in FREE:
             return out
-        tensors = [*made, *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))]
+        tensors = [*results, *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))]
         if "scaled_dot_product" in name:
             self.note("attention", attention_flops(args[0], args[1], args[2]), tensors)
             return out

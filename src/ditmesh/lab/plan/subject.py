@@ -68,12 +68,12 @@ def subject(
     Raises:
         InputError: there is no such model, or it cannot make that size.
     """
-    known = shapes()
+    catalogue = shapes()
     try:
-        is_known = name.lower() in known and not Path(name).exists()
-        source: Any = known[name.lower()] if is_known else find_model(name)
+        is_known = name.lower() in catalogue and not Path(name).exists()
+        source: Any = catalogue[name.lower()] if is_known else find_model(name)
     except InputError as error:
-        raise InputError(f"{error}; sizes that ship: {', '.join(known)}") from None
+        raise InputError(f"{error}; sizes that ship: {', '.join(catalogue)}") from None
     element = DTYPES[dtype].itemsize
     workload = workload_of(source, pictures=pictures, element=element, **sizes)
     if isinstance(source, Shape):
@@ -199,21 +199,21 @@ def offers(about: PlanSubject, hardware: Hardware, stale: bool) -> Iterator[Para
 
 def row_data(row: PlanRow) -> dict[str, Any]:
     """A row as plain data."""
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "config": row.config.model_dump(exclude_defaults=True),
         "words": row.config.describe(),
         "devices": row.config.world_size,
         "fits": row.fits,
         "memory_bytes": row.memory,
     }
-    if (one := row.prediction) is None:
-        return found | {"why": f"does not fit: {gigabytes(row.memory or 0.0)} GB on a rank"}
-    return found | {
-        "step_seconds": one.step,
-        "synchronous_step_seconds": one.first_step,
-        "synchronous_steps": one.exact_steps,
-        "denoising_seconds": one.latency,
-        "terms": dict(one.steady),
-        "sent_bytes": one.sent,
-        "why": one.reason(),
+    if (prediction := row.prediction) is None:
+        return data | {"why": f"does not fit: {gigabytes(row.memory or 0.0)} GB on a rank"}
+    return data | {
+        "step_seconds": prediction.step,
+        "synchronous_step_seconds": prediction.first_step,
+        "synchronous_steps": prediction.exact_steps,
+        "denoising_seconds": prediction.latency,
+        "terms": dict(prediction.steady),
+        "sent_bytes": prediction.sent,
+        "why": prediction.reason(),
     }
