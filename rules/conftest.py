@@ -18,11 +18,11 @@ QUICK = {
     "test_fake_cuda.py::test_a_request[sd3-shard]",
     "test_fake_world.py::test_no_host_waits_in_a_steady_step[SD3-ulysses=4 cfg=2]",
     "test_fake_training.py::test_the_trainers_loop[data=2]",
-    "test_sim_cuda.py::test_a_request[flux-pipe-late]",
-    "test_sim_cuda.py::test_a_planted_fault_is_found_by_name[freed]",
+    "test_on_rules.py::test_a_planted_fault_in_flight_is_found[wait]",
+    "test_on_rules.py::test_a_planted_fault_in_flight_is_found[freed]",
 }
 # Files whose tests compute on a fake device.
-ON_FAKE_DEVICE = ("test_fake_", "test_sim_")
+ON_FAKE_DEVICE = "test_fake_"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

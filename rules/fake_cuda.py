@@ -205,10 +205,6 @@ class FakeDevice(TorchDispatchMode):
 
     def values(self, tensor: Tensor) -> Tensor:
         """The values of a CUDA tensor: a CPU tensor of its shape and strides; views share its memory."""
-        return self.view_of(tensor)
-
-    def view_of(self, tensor: Tensor) -> Tensor:
-        """The memory of a CUDA tensor's values, as `values` returns it, whatever it holds at the moment."""
         if not tensor.is_cuda:
             return tensor
         _, storage = self._values[tensor.untyped_storage()._cdata]
@@ -239,7 +235,7 @@ class FakeDevice(TorchDispatchMode):
         if target is not None and torch.device(target).type == "meta":
             # A shape without memory: nothing of the device is read.
             with unset_fake_temporarily(), no_dispatch():
-                given = tree_map_only(Tensor, lambda one: torch.empty_like(self.view_of(one), device="meta"), args)
+                given = tree_map_only(Tensor, lambda one: torch.empty_like(self.values(one), device="meta"), args)
                 return func(*given, **kwargs)
         found = self._with_values(func, args, kwargs)
         if name in VALUES_ALONE:
@@ -369,31 +365,6 @@ def _gradients(
     )
 
 
-@contextmanager
-def attention_as_one_kernel(device: FakeDevice) -> Iterator[None]:
-    """Count torch's attention as one kernel, which it is on a GPU; here it is taken apart.
-
-    To be entered before ditmesh puts its own function in the place of torch's.
-    """
-    from ditmesh.core import intercept
-
-    attend = intercept.sdpa
-
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        before = device.launches.copy()
-        found = attend(*args, **kwargs)
-        device.launches.clear()
-        device.launches.update(before)
-        device.launches["attention"] += 1
-        return found
-
-    with (
-        mock.patch.object(intercept, "sdpa", counted),
-        mock.patch.object(nn.functional, "scaled_dot_product_attention", counted),
-    ):
-        yield
-
-
 STAND_INS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
@@ -454,58 +425,57 @@ def _moving() -> Callable[..., nn.Module]:
     return applied
 
 
+class _Handle:
+    """The work of an operation: a wait with a deadline is one of the host."""
+
+    def __init__(self, device: FakeDevice, work: Any) -> None:
+        self._device, self._work = device, work
+
+    def wait(self, *limit: Any) -> bool:
+        if limit:
+            self._device.looks.append(Look("wait with a deadline", *asked_by(__file__)[:2]))
+        return self._work.wait(*limit)
+
+
 class Messages:
     """What stands in for ``torch.distributed`` in `ditmesh.comm.link`: values travel, over gloo.
 
     Refuses, as NCCL does, tensors on the host. A collective, a batch and a single message are a kernel each.
     """
 
+    # What a link calls with a tensor of its own.
+    NAMES = (
+        *("isend", "irecv", "all_to_all_single", "all_gather_single", "all_gather_into_tensor", "broadcast"),
+        "all_reduce",
+    )
+
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
+        return self._launching(name) if name in self.NAMES else getattr(dist, name)
+
+    def _launching(self, name: str) -> Callable[..., Any]:
+        function = getattr(dist, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            self._device.launches[name] += 1
+            work = function(*(self._sent(one) if isinstance(one, Tensor) else one for one in given), **named)
+            return work if work is None else _Handle(self._device, work)
+
+        call.__name__ = name
+        return call
 
     def _sent(self, tensor: Tensor) -> Tensor:
         assert tensor.is_cuda, "NCCL carries no tensors of the host"
         return self._device.values(tensor)
 
-    def _launched(self, name: str) -> None:
-        self._device.launches[name] += 1
-
-    def isend(self, tensor: Tensor, *others: Any, **named: Any) -> Any:
-        self._launched("isend")
-        return dist.isend(self._sent(tensor), *others, **named)
-
-    def irecv(self, tensor: Tensor, *others: Any, **named: Any) -> Any:
-        self._launched("irecv")
-        return dist.irecv(self._sent(tensor), *others, **named)
-
     def P2POp(self, move: Any, tensor: Tensor, *others: Any) -> dist.P2POp:  # noqa: N802 - torch's name
-        return dist.P2POp(dist.isend if move == self.isend else dist.irecv, self._sent(tensor), *others)
+        return dist.P2POp(getattr(dist, move.__name__), self._sent(tensor), *others)
 
     def batch_isend_irecv(self, moves: list[dist.P2POp]) -> Any:
-        self._launched("batch_isend_irecv")
-        return dist.batch_isend_irecv(moves)
-
-    def all_to_all_single(self, output: Tensor, given: Tensor, *others: Any, **named: Any) -> Any:
-        self._launched("all_to_all")
-        return dist.all_to_all_single(self._sent(output), self._sent(given), *others, **named)
-
-    def all_gather_single(self, output: Tensor, given: Tensor, *others: Any, **named: Any) -> Any:
-        self._launched("all_gather")
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return gather(self._sent(output), self._sent(given), *others, **named)
-
-    all_gather_into_tensor = all_gather_single
-
-    def broadcast(self, tensor: Tensor, *others: Any, **named: Any) -> Any:
-        self._launched("broadcast")
-        return dist.broadcast(self._sent(tensor), *others, **named)
-
-    def all_reduce(self, tensor: Tensor, *others: Any, **named: Any) -> Any:
-        self._launched("all_reduce")
-        return dist.all_reduce(self._sent(tensor), *others, **named)
+        self._device.launches["batch_isend_irecv"] += 1
+        return [_Handle(self._device, work) for work in dist.batch_isend_irecv(moves)]
 
 
 class Moment:
@@ -658,7 +628,7 @@ def _staged(device: FakeDevice) -> Callable[..., Tensor]:
     def staged(self: StateDictStager, tensor: Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Tensor:
         if not isinstance(tensor, FakeTensor):
             return offload(self, tensor, memo, non_blocking)
-        values = device.view_of(tensor)
+        values = device.values(tensor)
         # torch knows what it has copied by its number.
         self._keep_alive(values, memo)
         with _disable_current_modes():
@@ -679,14 +649,10 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def cuda(
-    device: FakeDevice | None = None, messages: Messages | None = None, found: bool = False
-) -> Iterator[FakeDevice]:
+def cuda(found: bool = False) -> Iterator[FakeDevice]:
     """A fake ``cuda`` device of this process, or of this rank: links take the path of NCCL.
 
     Args:
-        device: default: one whose kernels have run when their calls return.
-        messages: what its links send over.
         found: ``torch.cuda`` says that there is a device, without which autocast and loss scales do nothing.
     """
     from ditmesh.comm import link as link_module
@@ -694,8 +660,8 @@ def cuda(
     from ditmesh.core import digests, intercept, values
     from ditmesh.train.gradients import reduce as gradients
 
-    device = device or FakeDevice()
-    messages, feed, samples = messages or Messages(device), _on_host(digests._feed_bytes), _on_host(digests._samples)
+    device = FakeDevice()
+    messages, feed, samples = Messages(device), _on_host(digests._feed_bytes), _on_host(digests._samples)
     address, start = Tensor.data_ptr, torch.UntypedStorage.data_ptr
     with ExitStack() as stack:
         for owner, name, stand_in in (
@@ -711,7 +677,7 @@ def cuda(
             (nn.Module, "_apply", _moving()),
             (Tensor, "pin_memory", lambda tensor, *_: tensor),
             (StateDictStager, "_offload_tensor", _staged(device)),
-            (Tensor, "data_ptr", lambda tensor: address(device.view_of(tensor))),
+            (Tensor, "data_ptr", lambda tensor: address(device.values(tensor))),
             (torch.UntypedStorage, "data_ptr", lambda storage: start(device.storage_of(storage))),
             # What was pickled is of the host: torch makes fake tensors of it, which hold nothing.
             (torch.storage, "_load_from_bytes", _on_host(torch.storage._load_from_bytes)),

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ditmesh
-from rules.group import ruled
+from ditmesh.comm.link import Link, Transfer
+from rules.group import RuleBroken, ruled
 from support.faults import STRATEGIES, drawn_by, pipeline
 
 
@@ -37,6 +39,66 @@ def by_rules(mode: str, function: Callable[..., Any], *given: Any) -> Any:
     """A function of a rank, whose links use the rules."""
     with ruled(mode):
         return function(*given)
+
+
+@contextmanager
+def _without_wait() -> Iterator[None]:
+    """Transfers give what they receive before it is there; their buffers stay."""
+    kept: list[Transfer] = []
+
+    def given(self: Transfer, *_: Any) -> list[torch.Tensor]:
+        kept.append(self)
+        return self._received
+
+    with mock.patch.object(Transfer, "wait", given):
+        yield
+
+
+@contextmanager
+def _written() -> Iterator[None]:
+    """What was sent is changed after it was posted."""
+    under_way = Link._under_way
+
+    def changed(self: Link, received: Any, sent: Any, *others: Any) -> Transfer:
+        transfer = under_way(self, received, sent, *others)
+        if sent[0].is_floating_point():
+            sent[0].neg_()
+        return transfer
+
+    with mock.patch.object(Link, "_under_way", changed):
+        yield
+
+
+@contextmanager
+def _freed() -> Iterator[None]:
+    """What was sent is let go of after it was posted."""
+    over_group, made = Link._over_group, Transfer.__init__
+
+    def copied(self: Link, kind: str, outgoing: Any, *others: Any) -> Transfer:
+        return over_group(self, kind, [([one.clone() for one in tensors], to) for tensors, to in outgoing], *others)
+
+    def forgetful(self: Transfer, received: Any = (), sent: Any = (), *others: Any, **named: Any) -> None:
+        made(self, received, (), *others, **named)
+
+    with mock.patch.object(Link, "_over_group", copied), mock.patch.object(Transfer, "__init__", forgetful):
+        yield
+
+
+# Faults in what ditmesh does while messages are under way.
+IN_FLIGHT: dict[str, Callable[[], Any]] = {"wait": _without_wait, "written": _written, "freed": _freed}
+
+
+def in_flight(fault: str) -> str:
+    """What a rank says of an image with one of `IN_FLIGHT` on every rank."""
+    name, config = STRATEGIES["ring"]
+    with ruled("eager", "late"), IN_FLIGHT[fault]():
+        pipe = pipeline(name)
+        try:
+            with ditmesh.parallelized(pipe, {**config, "shared_memory": False, "inputs": "trust"}, timeout=20.0):
+                drawn = drawn_by(pipe, name)
+        except (RuleBroken, ditmesh.PeerError) as error:
+            return str(error)
+    return "finite" if drawn.isfinite().all() else "not finite"
 
 
 @contextmanager

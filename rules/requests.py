@@ -6,8 +6,8 @@ import copy
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import ditmesh
-from ditmesh.comm.link import Link, Transfer
 from ditmesh.config import ParallelConfig
-from ditmesh.layout.conventions import Size
+from ditmesh.strategies.pipefusion.stages import StageWeights
 from ditmesh.strategies.sequence import SequenceParallel
 from ditmesh.train import reduce_gradients, run
 from ditmesh.train.gradients import reduce as averaging
 from ditmesh.train.trainer import Progress, Trainer
 from ditmesh.zoo import path as find
-from rules.fake_cuda import Look, attention_as_one_kernel, cuda, move_, unavailable
+from rules.fake_cuda import Look, cuda, move_, unavailable
 from rules.fake_world import one_of
-from rules.sim_cuda import sim_cuda
 from support import gradients, more_pipelines, pipelines
 from support.families import family_by_hand
 from support.models import RAGGED, inputs, sizes, tiny
@@ -48,24 +46,14 @@ class OnCuda:
     Attributes:
         error: largest difference from the same configuration on CPUs, over the largest magnitude.
         steady: what the host would have waited for in the last step, by place, operation and owner.
-        first: the same, of ditmesh, in the whole request.
         after: the same, of ditmesh, after the last step: where latents are decoded.
-        launches: kernels of the last step.
-        messages: operations of links in the last step.
         refused: why ditmesh does not run this; then nothing else is said.
-        findings, ahead, reused: as of a `SimDevice`, where it was one.
     """
 
     error: float = 0.0
     steady: dict[str, int] = field(default_factory=dict)
-    first: dict[str, int] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
-    launches: int = 0
-    messages: int = 0
     refused: str = ""
-    findings: list[str] = field(default_factory=list)
-    ahead: int = 0
-    reused: int = 0
 
 
 def pipeline(family: str) -> tuple[Any, Any, str]:
@@ -114,64 +102,9 @@ def planted(kind: str) -> dict[str, int] | str:
             return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}: {error}"
 
 
-@contextmanager
-def _without_wait() -> Iterator[None]:
-    """Transfers give what they receive before it is there."""
-    with mock.patch.object(Transfer, "wait", lambda self, *_: self._received):
-        yield
-
-
-@contextmanager
-def _written() -> Iterator[None]:
-    """What was sent is changed after it was posted."""
-    under_way = Link._under_way
-
-    def changed(self: Link, received: Any, sent: Any, *others: Any) -> Transfer:
-        transfer = under_way(self, received, sent, *others)
-        if sent[0].is_floating_point():
-            sent[0].mul_(1.0)
-        return transfer
-
-    with mock.patch.object(Link, "_under_way", changed):
-        yield
-
-
-@contextmanager
-def _freed() -> Iterator[None]:
-    """What was sent is let go of after it was posted."""
-    over_group, made = Link._over_group, Transfer.__init__
-
-    def copied(self: Link, kind: str, outgoing: Any, *others: Any) -> Transfer:
-        return over_group(self, kind, [([one.clone() for one in tensors], to) for tensors, to in outgoing], *others)
-
-    def forgetful(self: Transfer, received: Any = (), sent: Any = (), *others: Any, **named: Any) -> None:
-        made(self, received, (), *others, **named)
-
-    with mock.patch.object(Link, "_over_group", copied), mock.patch.object(Transfer, "__init__", forgetful):
-        yield
-
-
-# Faults in what ditmesh does while messages are under way.
-IN_FLIGHT: dict[str | None, Callable[[], Any]] = {
-    None: nullcontext,
-    "wait": _without_wait,
-    "written": _written,
-    "freed": _freed,
-}
-
-
 @torch.no_grad()
-def request(
-    family: str, config: dict[str, Any], order: str | None = None, seed: int = 0, fault: str | None = None
-) -> OnCuda:
-    """One request on a CPU and on a fake CUDA device. On every rank of the configuration.
-
-    Args:
-        family: of pipelines.
-        config: the strategy.
-        order, seed: of a `SimDevice`; None: of a device whose kernels have run when their calls return.
-        fault: one of `IN_FLIGHT`, on the device.
-    """
+def request(family: str, config: dict[str, Any]) -> OnCuda:
+    """One request of a family of pipelines on a CPU and on a fake CUDA device. On every rank of the configuration."""
     reason = unavailable()
     assert reason is None, reason
     config = {**config, "shared_memory": False}
@@ -181,45 +114,32 @@ def request(
             truth = torch.as_tensor(getattr(pipe(**call()), result))
     except ditmesh.DitmeshError as error:
         return OnCuda(refused=f"{type(error).__name__}: {error}")
-    marks: list[tuple[int, int, int]] = []
-    with cuda() if order is None else sim_cuda(order, seed) as device, IN_FLIGHT[fault]():
+    marks: list[int] = []
+    with cuda() as device:
         for model in pipe.components.values():
             if isinstance(model, nn.Module):
                 move_(model)
         arguments = tree_map_only(Tensor, lambda tensor: tensor.to("cuda"), call())
         with ditmesh.parallelized(pipe, config):
-            before = len(device.looks)
-            traffic = ditmesh.engine_of(pipe).mesh.traffic
-            messages: list[str] = []
             scheduler = type(pipe.scheduler)
             step = scheduler.step
 
             def stepped(*args: Any, **kwargs: Any) -> Any:
                 done = step(*args, **kwargs)
-                marks.append((len(device.looks), sum(device.launches.values()), len(messages)))
+                marks.append(len(device.looks))
                 return done
 
-            with (
-                mock.patch.object(scheduler, "step", stepped),
-                mock.patch.object(traffic, "observer", lambda link, kind: messages.append(kind)),
-            ):
+            with mock.patch.object(scheduler, "step", stepped):
                 drawn = getattr(pipe(**arguments), result)
         value = device.values(drawn).clone() if isinstance(drawn, Tensor) else torch.as_tensor(drawn)
-    last, end = marks[-2], marks[-1]
 
     def places(looks: list[Any]) -> dict[str, int]:
         return dict(Counter(f"{one.owner} {one.place} {one.operation}" for one in looks))
 
     return OnCuda(
         error=float((value.float() - truth.float()).abs().max() / truth.float().abs().max()),
-        steady=places(device.looks[last[0] : end[0]]),
-        first=places([one for one in device.looks[before : last[0]] if one.owner == "ditmesh"]),
-        after=places([one for one in device.looks[end[0] :] if one.owner == "ditmesh"]),
-        launches=end[1] - last[1],
-        messages=end[2] - last[2],
-        findings=getattr(device, "findings", []),
-        ahead=getattr(device, "ahead", 0),
-        reused=getattr(device, "reused", 0),
+        steady=places(device.looks[marks[-2] : marks[-1]]),
+        after=places([one for one in device.looks[marks[-1] :] if one.owner == "ditmesh"]),
     )
 
 
@@ -228,55 +148,36 @@ def _moved(value: Any, known: dict[int, Tensor]) -> Any:
     return tree_map_only(Tensor, lambda one: known.setdefault(id(one), one.detach().to("cuda")), value)
 
 
-@dataclass
-class Steady:
-    """What one rank of a world does in a steady step.
-
-    Attributes:
-        looks: what the host would have waited for, by place and operation.
-        launches: kernels, with those of exchanges.
-        kernels: the same by operation.
-        sent: bytes.
-        refused: why ditmesh does not run this; then nothing else is said.
-    """
-
-    looks: dict[str, int] = field(default_factory=dict)
-    launches: int = 0
-    kernels: dict[str, int] = field(default_factory=dict)
-    sent: int = 0
-    refused: str = ""
-
-
 def ours(looks: list[Look]) -> dict[str, int]:
     """What ditmesh waits for, by place and operation."""
     return dict(Counter(f"{one.place} {one.operation}" for one in looks if one.owner == "ditmesh"))
 
 
-def alone(
-    name: str, config: dict[str, Any], rank: int, size: Size = RAGGED, masks: bool = True, steps: int = 3
-) -> Steady:
-    """A rank of a configuration in this process, for which no other rank has to be there: its last of some steps."""
-    model, given = copy.deepcopy(tiny(name)), inputs(name, size, masks)
-    calls = list(moving(name, size, steps, masks)) if "hidden_states" in given else [given] * steps
-    with one_of(ParallelConfig(**config).world_size, rank), cuda() as device, torch.no_grad():
+def alone(name: str, config: dict[str, Any], rank: int, steps: int) -> dict[str, int] | str:
+    """A rank of a configuration in this process, for which no other rank has to be there.
+
+    What the host would have waited for in the last of some steps, by place and operation; or why ditmesh refuses this.
+    """
+    model, given = copy.deepcopy(tiny(name)), inputs(name, RAGGED)
+    calls = list(moving(name, RAGGED, steps)) if "hidden_states" in given else [given] * steps
+    # Blocks of other stages do not come back: `restore` takes this rank's memory for them.
+    whole = mock.patch.object(StageWeights, "_held", lambda self, parameters: [[0] for _ in parameters])
+    with one_of(ParallelConfig(**config).world_size, rank), cuda() as device, torch.no_grad(), whole:
         move_(model)
         calls = _moved(calls, {})
         try:
-            with attention_as_one_kernel(device), ditmesh.parallelized(model, {**config, "shared_memory": False}):
+            with ditmesh.parallelized(model, {**config, "shared_memory": False}):
                 engine = ditmesh.engine_of(model)
                 engine.begin_request(steps)
                 for call in calls:
                     device.looks.clear()
-                    device.launches.clear()
-                    engine.mesh.traffic.reset()
                     engine.clock.advance()
                     model(**call)
-                looks, kernels = ours(device.looks), device.launches.copy()
-                sent = sum(engine.mesh.traffic.bytes_sent.values())
+                looks = ours(device.looks)
                 engine.end_request()
         except (ditmesh.InputError, ditmesh.ConfigError) as error:
-            return Steady(refused=f"{type(error).__name__}: {error}")
-    return Steady(looks, kernels.total(), dict(kernels), sent)
+            return f"{type(error).__name__}: {error}"
+    return looks
 
 
 def summed_late(pause: float = 0.3) -> list[float]:
@@ -328,25 +229,18 @@ def trained(name: str, config: dict[str, Any], again: bool) -> tuple[float, str,
 
 
 def training_run(
-    folder: str,
-    config: dict[str, Any],
-    steps: int = 3,
-    order: str | None = None,
-    by_run: Sequence[dict[str, Any]] = ({}, {}),
-    fault: str | None = None,
-) -> tuple[list[float], list[float], dict[str, int], list[str]]:
+    folder: str, config: dict[str, Any], steps: int = 3, by_run: Sequence[dict[str, Any]] = ({}, {})
+) -> tuple[list[float], list[float], dict[str, int]]:
     """Steps of a `Trainer` on CPUs and on fake CUDA devices.
 
     Args:
         folder: with the data set.
         config: settings beside those of `support.train.settings`.
-        order: of a `SimDevice`, as in `request`.
+        steps: how many.
         by_run: more settings of the two runs.
-        fault: as in `request`.
 
     Returns:
-        Both losses, what the host waits for in the last step, by owner, file and operation, and the findings of a
-        `SimDevice`.
+        Both losses, and what the host waits for in the last step, by owner, file and operation.
     """
     assert unavailable() is None
     losses, looks = [], Counter()
@@ -365,8 +259,7 @@ def training_run(
         given = settings(Path(folder), out, max_train_steps=steps, **plain, **config, **by_run[on_cuda])
         made = configured(given)
         pipe = DiffusionPipeline.from_pretrained(find(made.pretrained_model_name_or_path))
-        on_device = (cuda() if order is None else sim_cuda(order)) if on_cuda else nullcontext()
-        with on_device as device, IN_FLIGHT[fault if on_cuda else None](), ExitStack() as stack:
+        with cuda() if on_cuda else nullcontext() as device, ExitStack() as stack:
             # To observe a pipeline is to look at values, which fake tensors do not have.
             stack.enter_context(mock.patch("ditmesh.train.trainer.ObservedFamily", family_by_hand))
             if device is not None:
@@ -384,7 +277,7 @@ def training_run(
             stack.enter_context(mock.patch.object(Trainer, "_optimizer_step", step))
             trainer = stack.enter_context(Trainer(made, pipe, "cuda" if on_cuda else "cpu", timeout=100.0))
             losses.append(list(trainer.run().losses.values()))
-    return losses[0], losses[1], dict(looks), getattr(device, "findings", [])
+    return losses[0], losses[1], dict(looks)
 
 
 def whole_run(given: dict[str, Any]) -> tuple[dict[int, float], list[str], list[str]]:

@@ -87,7 +87,7 @@ def test_the_trainers_loop(fresh_ranks, tmp_path, config):
     folder_of(tmp_path, 8)
     # AdamW's first steps go by signs, and at a usual rate what rounding has turned shows in the third loss.
     config = {**config, "learning_rate": 1e-5}
-    for truth, found, looks, _ in fresh_ranks.run(training_run, str(tmp_path), config):
+    for truth, found, looks in fresh_ranks.run(training_run, str(tmp_path), config):
         assert found == pytest.approx(truth, rel=1e-4)
         assert {what for what in looks if what.startswith("ditmesh")} <= READ
         assert looks["ditmesh train/gradients/sync.py _local_scalar_dense"] == 1
@@ -107,7 +107,7 @@ def test_samples_of_a_cache_with_masks(fresh_ranks, tmp_path):
         "mask_dir": str(masks),
     }
     caches = [{"cache_dir": str(tmp_path / f"cache-{number}")} for number in range(2)]
-    for truth, found, looks, _ in fresh_ranks.run(training_run, str(data), config, 1, None, caches):
+    for truth, found, looks in fresh_ranks.run(training_run, str(data), config, 1, caches):
         assert found == pytest.approx(truth, rel=1e-4)
         assert {what for what in looks if what.startswith("ditmesh")} <= READ
 

@@ -24,6 +24,21 @@ def test_images_have_the_bits_of_gloo(ranks, strategy):
             assert torch.equal(drawn, truth), mode
 
 
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        # What is received holds NaN until it is there.
+        ("wait", "not finite"),
+        ("written", "written while in flight: the buffer of send"),
+        ("freed", "freed in flight: the buffer of send"),
+    ],
+    ids=["wait", "written", "freed"],
+)
+def test_a_planted_fault_in_flight_is_found(ranks, fault, words):
+    for said in ranks(2).run(images.in_flight, fault):
+        assert words in said, said
+
+
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_training_steps_of_fsdp2(ranks, mode):
     """torch's own collectives among ours: gathers in place, reduce-scatters, gathers of distributed tensors."""
