@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -195,11 +194,17 @@ class TensorParallel:
     def _forget_entered(self, *_: Any) -> None:
         self._entered = None
 
-    def _epilogue(self, site: Site, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+    def _epilogue(self, site: Site) -> Callable[..., Tensor]:
         """A hook that completes the output of a site's linear: the sum, or the features, of all ranks."""
-        if site.kind == "row":
-            return leave_slices(self.link, output)
-        return gather_features(self.link, output.contiguous(), site.cut.lengths, output.dim() - 1)
+        link, lengths = self.link, site.cut.lengths
+
+        def add_up(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+            return leave_slices(link, output)
+
+        def gather(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+            return gather_features(link, output.contiguous(), lengths, output.dim() - 1)
+
+        return add_up if site.kind == "row" else gather
 
     # --- adapters ----------------------------------------------------------------------------------------
 
@@ -207,7 +212,7 @@ class TensorParallel:
         """Cut adapters that are still whole, and hang every epilogue behind base and adapters together."""
         for site, outer in self._linears():
             if site.kind != "column" and self._lacks("epilogue", site.path, outer):
-                self._hung["epilogue", site.path] = outer, outer.register_forward_hook(partial(self._epilogue, site))
+                self._hung["epilogue", site.path] = outer, outer.register_forward_hook(self._epilogue(site))
             self._cut(site, _adapter_parameters(site, outer))
 
     def _lacks(self, kind: str, path: str, module: nn.Module) -> bool:
