@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -201,14 +200,22 @@ class TensorParallel:
     def _forget_entered(self, *_: Any) -> None:
         self._entered = None
 
-    def _epilogue(self, site: Site, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+    def _epilogue(self, site: Site) -> Callable[..., Tensor]:
         """A hook that completes the output of a site's linear: the sum, or the features, of all ranks."""
-        if site.kind == "row":
-            return leave_slices(self.link, output)
-        if output.shape[-1] == site.cut.total:
+        link, lengths = self.link, site.cut.lengths
+
+        def add_up(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+            return leave_slices(link, output)
+
+        def gather(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
             # Values that were computed ahead are whole already.
-            return output
-        return gather_features(self.link, output.contiguous(), site.cut.lengths, output.dim() - 1)
+            if output.shape[-1] == site.cut.total:
+                return output
+            return gather_features(link, output.contiguous(), lengths, output.dim() - 1)
+
+        epilogue: Any = add_up if site.kind == "row" else gather
+        epilogue.brings_weights = epilogue.completes = True
+        return epilogue
 
     # --- adapters ----------------------------------------------------------------------------------------
 
@@ -216,9 +223,7 @@ class TensorParallel:
         """Cut adapters that are still whole, and hang every epilogue behind base and adapters together."""
         for site, outer in self._linears():
             if site.kind not in ("column", "table") and self._lacks("epilogue", site.path, outer):
-                epilogue: Any = partial(self._epilogue, site)
-                epilogue.brings_weights = epilogue.completes = True
-                self._hung["epilogue", site.path] = outer, outer.register_forward_hook(epilogue)
+                self._hung["epilogue", site.path] = outer, outer.register_forward_hook(self._epilogue(site))
             self._cut(site, _adapter_parameters(site, outer))
 
     def _lacks(self, kind: str, path: str, module: nn.Module) -> bool:
