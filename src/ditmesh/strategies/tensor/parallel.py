@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
