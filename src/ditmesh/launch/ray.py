@@ -372,34 +372,64 @@ def _connect(ray: Any, address: str | None) -> None:
         ) from error
 
 
-# Of the connection with a cluster, of which Ray has one in a process: those that hold it, and whether it was made here.
-_users = 0
-_connected_here = False
-_users_lock = threading.Lock()
+class _Connection:
+    """The connection of this process with a cluster, of which Ray has one: all that need it share it."""
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._undo = threading.Lock(), 0, contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def held(self, address: str | None) -> Iterator[None]:
+        """Join the cluster unless this program has, and leave it with the last one who needs it."""
+        ray = _import()
+        with self._lock:
+            if not ray.is_initialized():
+                _connect(ray, address)
+                self._undo.callback(ray.shutdown)
+                self._undo.enter_context(_stdout_kept_clean())
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._undo.close()
 
 
-@contextlib.contextmanager
-def connected(address: str | None = None) -> Iterator[None]:
+# Ray's own is of the process, too.
+_CONNECTION = _Connection()
+
+
+def connected(address: str | None = None) -> contextlib.AbstractContextManager[None]:
     """A connection with the cluster for as long as it is held: ranks that come and go meanwhile do not end it.
 
     Raises:
         ConfigError: Ray is not installed, or does not answer.
     """
-    global _users, _connected_here
-    ray = _import()
-    with _users_lock:
-        if not ray.is_initialized():
-            _connect(ray, address)
-            _connected_here = True
-        _users += 1
+    return _CONNECTION.held(address)
+
+
+@contextlib.contextmanager
+def _stdout_kept_clean() -> Iterator[None]:
+    """Let what Ray tells of its nodes go to stderr: stdout is the program's, and may be JSON."""
+    from ray._private import worker
+
+    # There is no setting for it.
+    tell = getattr(worker, "print_to_stdstream", None)
+    if tell is None:
+        yield
+        return
+
+    def to_stderr(data: dict[str, Any], *rest: Any, **named: Any) -> None:
+        tell({**data, "is_err": True}, *rest, **named)
+
+    worker.print_to_stdstream = to_stderr
     try:
         yield
     finally:
-        with _users_lock:
-            _users -= 1
-            if _connected_here and not _users:
-                ray.shutdown()
-                _connected_here = False
+        if worker.print_to_stdstream is to_stderr:
+            worker.print_to_stdstream = tell
 
 
 def device_of_cluster(device: DeviceChoice, world_size: int, address: str | None = None) -> DeviceKind:
