@@ -69,16 +69,16 @@ def whole_keys(mask: Tensor, keys: Partition, link: Group) -> Tensor:
     Raises:
         LayoutError: the last dimension fits neither, or the mask is cut along queries too.
     """
-    here, everywhere = keys.lengths[link.rank], keys.total
+    length, everywhere = keys.lengths[link.rank], keys.total
     width = mask.shape[-1]
-    if width == everywhere + here > everywhere:
+    if width == everywhere + length > everywhere:
         # diffusers' `prepare_attention_mask` lengthens a mask of all keys by as many as it sees.
         mask, width = mask[..., :everywhere], everywhere
     if width in (1, everywhere):
         return mask
-    if width != here:
+    if width != length:
         raise LayoutError(
-            f"an attention mask of shape {tuple(mask.shape)} covers neither this rank's {here} keys "
+            f"an attention mask of shape {tuple(mask.shape)} covers neither this rank's {length} keys "
             f"nor all {everywhere}; list the mask among the layout's cuts"
         )
     if mask.shape[-2] > 1:

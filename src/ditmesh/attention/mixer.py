@@ -89,13 +89,13 @@ class Mixer:
         Heads follow the weights of the sequence ranks as tokens do; ranks of one ring share a cut, so theirs are added
         up.
         """
-        found = self._exchanges.get((heads, weights))
-        if found is None:
+        exchange = self._exchanges.get((heads, weights))
+        if exchange is None:
             width = self.ulysses.size
             shares = [sum(weights[place::width]) for place in range(width)]
-            found = HeadExchange(self.ulysses, weighted_cut(heads, shares))
-            self._exchanges[heads, weights] = found
-        return found
+            exchange = HeadExchange(self.ulysses, weighted_cut(heads, shares))
+            self._exchanges[heads, weights] = exchange
+        return exchange
 
     def attend_distributed(
         self,

@@ -144,15 +144,15 @@ class _RingAttention(torch.autograd.Function):
             keys, values = k, v
             if step == 0 and resident:
                 keys, values = _joined(resident[0], k), _joined(resident[1], v)
-            by_q, *found = attend_backward(grads[0], q, keys, values, out, lse, ring.mask(block), ring.scale)
+            by_q, *gradients = attend_backward(grads[0], q, keys, values, out, lse, ring.mask(block), ring.scale)
             grad_q += by_q
             if step == 0 and resident:
-                at_home = [grad[:, :, :stay] for grad in found]
-                found = [grad[:, :, stay:] for grad in found]
-            found = [grad.to(wide) for grad in found]
+                at_home = [grad[:, :, :stay] for grad in gradients]
+                gradients = [grad[:, :, stay:] for grad in gradients]
+            gradients = [grad.to(wide) for grad in gradients]
             if coming is not None:
-                found = [grad + before for grad, before in zip(found, coming.wait(), strict=True)]
-            coming = ring.arriving(found, block)
+                gradients = [grad + before for grad, before in zip(gradients, coming.wait(), strict=True)]
+            coming = ring.arriving(gradients, block)
             if arriving is not None:
                 k, v = arriving.wait()
         assert coming is not None

@@ -105,22 +105,22 @@ class HeadExchange:
         me, size = self.link.rank, self.link.size
         outgoing: list[list[Tensor]] = [[] for _ in range(size)]
         shapes: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
-        here: list[list[Tensor | None]] = []
+        parts: list[list[Tensor | None]] = []
         for tensor, tokens in zip(tensors, streams, strict=True):
-            here.append([])
+            parts.append([])
             for block, part_bshd in enumerate(tokens.split(tensor.transpose(1, 2), 1, me)):
                 by_rank = [
                     part_bshd.narrow(2, *heads) for heads in zip(self.head_starts, self.head_counts, strict=True)
                 ]
                 if block in tokens.replicated:
-                    here[-1].append(by_rank[me])
+                    parts[-1].append(by_rank[me])
                     continue
-                here[-1].append(None)
+                parts[-1].append(None)
                 batch, _, heads, dim = by_rank[me].shape
                 for peer, (sent, length) in enumerate(zip(by_rank, tokens.blocks[block], strict=True)):
                     outgoing[peer].append(sent)
                     shapes[peer].append((batch, length, heads, dim))
-        return outgoing, shapes, here
+        return outgoing, shapes, parts
 
     def _packs(self, tensors: Sequence[Tensor], streams: Sequence[Partition]) -> bool:
         """True if one buffer is sent; tensors (B, H, s, D) then differ in s alone, and some of their tokens travel."""
@@ -133,17 +133,17 @@ class HeadExchange:
         Packed by one kernel where all ranks have as many heads; on every other rank by one for each number of heads.
         """
         me = self.link.rank
-        here: list[list[Tensor | None]] = []
+        parts: list[list[Tensor | None]] = []
         moving: list[Tensor] = []
         # For every rank tokens that it sends, in the order of ``moving``.
         lengths: list[list[int]] = [[] for _ in self.head_counts]
         for tensor, tokens in zip(tensors, streams, strict=True):
-            here.append([])
+            parts.append([])
             for block, part_bshd in enumerate(tokens.split(tensor.transpose(1, 2), 1, me)):
                 if block in tokens.replicated:
-                    here[-1].append(part_bshd.narrow(2, self.head_starts[me], self.head_counts[me]))
+                    parts[-1].append(part_bshd.narrow(2, self.head_starts[me], self.head_counts[me]))
                     continue
-                here[-1].append(None)
+                parts[-1].append(None)
                 moving.append(part_bshd)
                 for peer, length in enumerate(tokens.blocks[block]):
                     lengths[peer].append(length)
@@ -153,7 +153,7 @@ class HeadExchange:
         rows, heads = [sum(of) for of in lengths], self.head_counts
         outgoing = [rows[me] * batch * count * dim for count in heads]
         incoming = [length * batch * heads[me] * dim for length in rows]
-        return _PackedHeads((packed, outgoing, incoming), here, lengths, (batch, heads[me], dim))
+        return _PackedHeads((packed, outgoing, incoming), parts, lengths, (batch, heads[me], dim))
 
     def _packed_tokens(self, out: Tensor, tokens: Partition) -> tuple[Tensor, list[int], list[int]]:
         """The tokens that go to every rank as one buffer, (n, B, h, D), packed by one kernel."""
@@ -245,11 +245,11 @@ class _PackedHeads:
         return _whole(self.here, [list(one.split(of, 1)) for one, of in zip(by_rank, self.lengths, strict=True)])
 
 
-def _whole(here: list[list[Tensor | None]], received: list[list[Tensor]]) -> list[Tensor]:
+def _whole(parts: list[list[Tensor | None]], received: list[list[Tensor]]) -> list[Tensor]:
     """Every tensor, (B, h_mine, S_group, D), from the local part and the received ones."""
     sent = zip(*received, strict=True)
     whole_bshd = [
-        torch.cat([part for own in blocks for part in (next(sent) if own is None else (own,))], 1) for blocks in here
+        torch.cat([part for own in blocks for part in (next(sent) if own is None else (own,))], 1) for blocks in parts
     ]
     return [one.transpose(1, 2) for one in whole_bshd]
 

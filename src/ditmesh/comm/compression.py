@@ -149,9 +149,9 @@ class Int4(Codec):
         largest = torch.abs(values, out=room).amax(dim=4, keepdim=True)  # (2, B, H, S, 1)
         half = (largest / 7).clamp_(limits.tiny, limits.max).half()
         scale = half.float()
-        whole = torch.div(values, scale, out=room).round_().clamp_(-7, 7)
-        integers = self._room(tuple(values.shape), values, torch.int8).copy_(whole)
-        if whole.shape[-1] % 2:
+        numbers = torch.div(values, scale, out=room).round_().clamp_(-7, 7)
+        integers = self._room(tuple(values.shape), values, torch.int8).copy_(numbers)
+        if numbers.shape[-1] % 2:
             integers = torch.nn.functional.pad(integers, (0, 1))
         first, second = integers.chunk(2, dim=-1)
         flat = self.empty(tuple(values.shape), values.device)
@@ -159,7 +159,7 @@ class Int4(Codec):
         torch.add(first, second, alpha=16, out=packed.view(first.shape))
         # As bytes: where there are an odd number of them before, they cannot be written as numbers.
         scales.copy_(half.view(-1).view(torch.int8))
-        return flat, whole, scale
+        return flat, numbers, scale
 
     def _uncoded(self, flat: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """A message's integers and scales, as float32, (S, 2, B, H, D) and (S, 2, B, H, 1)."""

@@ -202,22 +202,22 @@ class RankGrid:
             self._memory = SharedMemory(len(self._links), self._deadline, self._state, self._control, near)
         memory = self._memory
         # Not the default group for the world: after a failure it could be neither given up nor made again.
-        made: dict[tuple[str, str], dist.ProcessGroup] = {}
+        groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         firsts: list[Link] = []
         for number, (name, link) in enumerate(self._links.items()):
             if link.size > 1:
                 sets = self._sets(name)
                 key = name if self._keeps_order(name) else "", str(sets)
-                if key not in made:
-                    made[key] = self._new_subgroup(sets)
+                if key not in groups:
+                    groups[key] = self._new_subgroup(sets)
                     with self._lock:
-                        self._groups.append(made[key])
+                        self._groups.append(groups[key])
                     firsts.append(link)
                 hosts = self.hosts.numbers
                 here = [rank for rank in link.ranks if hosts[rank] == hosts[self.rank]]
                 joined = len(here) > 1 and self.hosts.joins(here)
                 shared = SharedChannel(memory, number, link.ranks) if memory and joined else None
-                link.connect(made[key], shared, [hosts[rank] for rank in link.ranks], self.device)
+                link.connect(groups[key], shared, [hosts[rank] for rank in link.ranks], self.device)
         self._over_gloo = all(backend_of(group, self.device) == "gloo" for group in self._groups)
         return firsts
 

@@ -84,11 +84,11 @@ def relay_of(hosts: Sequence[int], rank: int) -> Relay | None:
     if len(members) < 2 or len(members) == len(hosts):
         return None
     order = {place: number for of in members.values() for number, place in enumerate(of)}
-    here = members.pop(hosts[rank])
+    places = members.pop(hosts[rank])
     return Relay(
-        tuple(place for place in here if place != rank),
+        tuple(place for place in places if place != rank),
         tuple(of[order[rank] % len(of)] for of in members.values()),
-        {place: here[order[place] % len(here)] for place in range(len(hosts)) if place not in here},
+        {place: places[order[place] % len(places)] for place in range(len(hosts)) if place not in places},
     )
 
 
@@ -113,13 +113,13 @@ def find_hosts(group: dist.ProcessGroup | None, shares: bool) -> Hosts:
             if other == rank or (its_system == system and (fd < 0 or _read(process, its_fd) == its_token))
         }
         # Behind this every rank has read what it can.
-        said: list[tuple[set[int], bool]] = gather_objects((reached, shares), group)
+        reports: list[tuple[set[int], bool]] = gather_objects((reached, shares), group)
     finally:
         if fd >= 0:
             os.close(fd)
-    reaches = [its for its, _ in said]
+    reaches = [its for its, _ in reports]
     near = tuple(frozenset(other for other in reaches[r] if r in reaches[other]) for r in range(world))
-    return Hosts(near, all(can for _, can in said))
+    return Hosts(near, all(can for _, can in reports))
 
 
 def _read(process: int, fd: int) -> bytes | None:

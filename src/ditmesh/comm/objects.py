@@ -56,29 +56,29 @@ def on_first(link: Link, call: Callable[[], T], shared: bool = True) -> T:
     Raises:
         InputError: of the first rank, on all of them; so is what its system refuses.
     """
-    found: Any = None
+    result: Any = None
     error: InputError | None = None
     if link.rank == 0:
         try:
-            found = call()
+            result = call()
         except (InputError, OSError) as caught:
             error = caught if isinstance(caught, InputError) else InputError(str(caught))
-    error, told = link.broadcast_object((error, found if shared else None))
+    error, told = link.broadcast_object((error, result if shared else None))
     if error is not None:
         raise error
-    return told if shared else found
+    return told if shared else result
 
 
 def _on_host(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A group of the same ranks that carries tensors of the host."""
     world = dist.group.WORLD
-    found = world if group is None else group
-    assert found is not None
+    ranks = world if group is None else group
+    assert ranks is not None
     assert world is not None
-    if backend_of(found, "cpu"):
-        return found
+    if backend_of(ranks, "cpu"):
+        return ranks
     # Other groups are made with one.
-    assert found is world, "objects of a group that carries no tensors of the host"
+    assert ranks is world, "objects of a group that carries no tensors of the host"
     if world not in _beside:
         # gloo's own deadline is half an hour.
         options = getattr(world._get_backend(torch.device("cuda")), "options", None)

@@ -99,12 +99,12 @@ def doing(frame: FrameType | None) -> str:
     """What a thread is doing, from its innermost frame: "waited in ..., in a call of ..., at ..."."""
     exchange, program, calls = "", "", []
     while frame is not None:
-        code, own = frame.f_code, frame.f_locals.get("self")
+        code, owner = frame.f_code, frame.f_locals.get("self")
         ours = code.co_filename.startswith(_OURS)
         if ours:
-            exchange = _exchange(code.co_name, own, frame.f_locals) or exchange
-        elif code.co_name in _CALLS and own is not None and (not calls or calls[-1] != type(own).__name__):
-            calls.append(type(own).__name__)
+            exchange = _exchange(code.co_name, owner, frame.f_locals) or exchange
+        elif code.co_name in _CALLS and owner is not None and (not calls or calls[-1] != type(owner).__name__):
+            calls.append(type(owner).__name__)
         if not ours and not program and not _of_a_library(code.co_filename):
             program = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})"
         frame = frame.f_back
@@ -117,13 +117,13 @@ def doing(frame: FrameType | None) -> str:
     return ", ".join(words)
 
 
-def _exchange(name: str, own: Any, variables: dict[str, Any]) -> str:
+def _exchange(name: str, owner: Any, variables: dict[str, Any]) -> str:
     """What a frame of ditmesh's own waits in, in words; empty: nothing that is named."""
-    kind = type(own).__name__
+    kind = type(owner).__name__
     if kind == "Link" and not name.startswith("_"):
-        return f"{name} of the {own.name} link"
+        return f"{name} of the {owner.name} link"
     if kind == "Transfer" and name == "wait":
-        return f"a transfer of the {own._link} link"
+        return f"a transfer of the {owner._link} link"
     if kind == "Mesh" and name == "begin_request":
         return f"the boundary of {variables['purpose']}"
     return "the wait for its next call" if kind == "RankChannel" and name == "receive" else ""

@@ -29,21 +29,21 @@ class Layer:
 
 def layers_of(strategies: Iterable[Strategy], models: Iterable[ParallelModel]) -> list[Layer]:
     """The strategies in force, then each transformer's hooks and layers, then the hooks of its first blocks."""
-    found = [
+    layers = [
         Layer("request", type(each).__name__, REASONS.get(type(each).__name__) or _first_sentence(type(each)))
         for each in reversed([*strategies])
     ]
     for model in models:
         around, module = f"{model.prefix}forward", model.model
-        found += [_layer(around, hook) for hook in module._forward_pre_hooks.values()]
-        found += [_layer(around, layer) for layer in model.chain.layers]
-        found += [_layer(around, hook) for hook in module._forward_hooks.values()]
+        layers += [_layer(around, hook) for hook in module._forward_pre_hooks.values()]
+        layers += [_layer(around, layer) for layer in model.chain.layers]
+        layers += [_layer(around, hook) for hook in module._forward_hooks.values()]
         for region in model.layout.regions:
             path = f"{region.blocks}.0"
             block = module.get_submodule(path)
             hooks = [*block._forward_pre_hooks.values(), *block._forward_hooks.values()]
-            found += [_layer(f"{model.prefix}{path}", hook) for hook in hooks]
-    return found
+            layers += [_layer(f"{model.prefix}{path}", hook) for hook in hooks]
+    return layers
 
 
 def _layer(around: str, function: Any) -> Layer:

@@ -44,7 +44,7 @@ def mark(owner: Any, engine: Any) -> Callable[[], None]:
 
     The object refuses to be copied, and its modules to be pickled: a copy would hold links to other ranks.
     """
-    own, name = vars(owner), type(owner).__name__
+    attributes, name = vars(owner), type(owner).__name__
 
     def refuse_copy(*_: Any) -> Any:
         raise InputError(
@@ -52,14 +52,14 @@ def mark(owner: Any, engine: Any) -> Callable[[], None]:
             "ditmesh.restore(...) first, or copy it before ditmesh.parallelize(...)"
         )
 
-    own[ENGINE], own[COPY] = engine, refuse_copy
+    attributes[ENGINE], attributes[COPY] = engine, refuse_copy
     modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
     for module in modules:
         vars(module)[REDUCE] = partial(refuse_pickling, type(module), name, module)
 
     def undo() -> None:
-        own.pop(ENGINE, None)
-        own.pop(COPY, None)
+        attributes.pop(ENGINE, None)
+        attributes.pop(COPY, None)
         for module in modules:
             vars(module).pop(REDUCE, None)
 
@@ -107,20 +107,20 @@ def denoisers(target: Any) -> list[nn.Module]:
         InputError: there is none, or it is compiled as a whole.
     """
     models = [target] if isinstance(target, nn.Module) else [getattr(target, name, None) for name in DENOISERS]
-    found = [model for model in models if isinstance(model, nn.Module)]
-    for model in found:
+    transformers = [model for model in models if isinstance(model, nn.Module)]
+    for model in transformers:
         inner = vars(model).get("_modules", {}).get("_orig_mod")
         if inner is not None or model._compiled_call_impl is not None:
             raise InputError(
                 f"this {type(inner or model).__name__} is compiled as a whole, and ranks cannot meet inside its graph; "
                 "parallelise the model that is not compiled, and compile its blocks: ParallelConfig(compile='inductor')"
             )
-    if not found:
+    if not transformers:
         raise InputError(
             f"{type(target).__name__} has no transformer ({' or '.join(DENOISERS)}); ditmesh parallelises diffusers' "
             "Diffusion Transformer pipelines, not U-Nets"
         )
-    return found
+    return transformers
 
 
 def controls(pipe: Any) -> list[nn.Module]:

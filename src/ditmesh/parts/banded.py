@@ -241,20 +241,20 @@ class Operation(PartOperation[Banded]):
         if self.func._schema.is_mutable:
             return self._written(result, known)
 
-        def cut(one: Any) -> Any:
-            if not isinstance(one, Tensor):
-                return one
-            if one.shape != first.shape or one.layout != torch.strided:
-                return bands.lend(one) if is_view(self.func) else one
-            local = first.band.partition.copy(one, first.band.dim, bands.rank)
-            return Banded(local, first.band, meta_like(one), bands, is_view(self.func))
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if value.shape != first.shape or value.layout != torch.strided:
+                return bands.lend(value) if is_view(self.func) else value
+            local = first.band.partition.copy(value, first.band.dim, bands.rank)
+            return Banded(local, first.band, meta_like(value), bands, is_view(self.func))
 
         return tree_map(cut, result)
 
-    def _written(self, result: Any, known: Mapping[int, Tensor]) -> Any:
+    def _written(self, result: Any, tensors: Mapping[int, Tensor]) -> Any:
         for argument, value in zip(self.func._schema.arguments, self.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Banded):
-                if known[id(value)].shape != value.shape:
+                if tensors[id(value)].shape != value.shape:
                     raise UncuttableOperation(f"{self.func} changes the shape of a tensor in place")
-                value.local.copy_(value.band.partition.take(known[id(value)], value.band.dim, self.bands.rank))
+                value.local.copy_(value.band.partition.take(tensors[id(value)], value.band.dim, self.bands.rank))
         return self.target if self.target is not None else result

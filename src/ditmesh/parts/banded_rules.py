@@ -292,13 +292,13 @@ def _over_windows(op: Operation, x: Banded, kernel: int, stride: int, padding: i
         for start, stop in band.spans()
     ]
     wanted = [(max(0, start), min(stop, x.band.total)) for start, stop in seen]
-    above, own, below = bands.fetched(x.local, x.band, wanted)
+    above, middle, below = bands.fetched(x.local, x.band, wanted)
     size = band.shape(op.likes.shape, bands.rank)
     if not prod(size):
         return HeldPart(x.local.new_empty(size), band)
     if stride == 1 and 2 * padding == reach and (above or below) and x.local.shape[dim] >= reach:
         borders = [sum(piece.shape[dim] for piece in pieces) for pieces in (above, below)]
-        if own[0].shape[dim] == x.local.shape[dim] == size[dim] and set(borders) <= {0, padding}:
+        if middle[0].shape[dim] == x.local.shape[dim] == size[dim] and set(borders) <= {0, padding}:
             return HeldPart(_with_borders(op, x.local, dim, padding, above, below), band)
     (start, stop), (first, last) = seen[bands.rank], wanted[bands.rank]
     if (start, stop) != (first, last):
@@ -306,7 +306,7 @@ def _over_windows(op: Operation, x: Banded, kernel: int, stride: int, padding: i
             x.local.new_zeros((*x.shape[:dim], rows, *x.shape[dim + 1 :])) for rows in (first - start, stop - last)
         ]
         above, below = [zeros[0], *above], [*below, zeros[1]]
-    return HeldPart(_windows_alone(op, dim, [*above, *own, *below]), band)
+    return HeldPart(_windows_alone(op, dim, [*above, *middle, *below]), band)
 
 
 def _windows_alone(op: Operation, dim: int, pieces: Sequence[Tensor]) -> Tensor:

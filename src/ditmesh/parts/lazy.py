@@ -187,12 +187,12 @@ class LazyPatches(PartTensor):
 
     def assemble_whole(self) -> Tensor:
         """The whole tensor from all versions, on a rank that holds them."""
-        whole = torch.empty_strided(self.shape, _dense(self), dtype=self.dtype, device=self.device)
+        tensor = torch.empty_strided(self.shape, _dense(self), dtype=self.dtype, device=self.device)
         present = self.owners.present or (0,)
         result = self.version(present[0])
         for patch in present[1:]:
             result = torch.where(self.owners.of == patch, self.version(patch), result)
-        return whole.copy_(result)
+        return tensor.copy_(result)
 
     def whole(self) -> Tensor:
         """The whole tensor. The first time, this waits for all patches."""

@@ -92,15 +92,15 @@ class OwnTokens(PartTensor):
     def _held(self) -> str:
         return f"{tuple(self.own.shape)} here"
 
-    def _like(self, own: Tensor) -> OwnTokens | None:
-        """The result for ``own`` of a computation on every token by itself; None if it has not kept tokens apart."""
-        if own is self.own:
+    def _like(self, part: Tensor) -> OwnTokens | None:
+        """The result for ``part`` of a computation on every token by itself; None if it has not kept tokens apart."""
+        if part is self.own:
             # As torch does where there is nothing to be done: a write to one is a write to both.
             return self
         mine, along = self.own, self.along
-        if own.dim() != mine.dim() or own.shape[along] != mine.shape[along] or own.device != mine.device:
+        if part.dim() != mine.dim() or part.shape[along] != mine.shape[along] or part.device != mine.device:
             return None
-        return OwnTokens.of(own, along, self._tokens, self._rank, self._gather)
+        return OwnTokens.of(part, along, self._tokens, self._rank, self._gather)
 
     def _beside(self, other: Any) -> Any:
         """This rank's part of an operand of an operation element by element; None if it has none."""
@@ -200,9 +200,9 @@ class PerToken(Tensor):
 
         if met - {1}:
             return call("part" if length in met else "whole")
-        whole = call("whole")
-        if not isinstance(whole, Tensor) or whole.dim() != mine.whole.dim():
-            return whole
+        result = call("whole")
+        if not isinstance(result, Tensor) or result.dim() != mine.whole.dim():
+            return result
         part = call("part")
-        fits = whole.shape[mine.along] == mine.whole.shape[mine.along] and part.shape[mine.along] == length
-        return PerToken.of(whole, part, mine.along) if fits else whole
+        fits = result.shape[mine.along] == mine.whole.shape[mine.along] and part.shape[mine.along] == length
+        return PerToken.of(result, part, mine.along) if fits else result

@@ -78,17 +78,17 @@ class DriftMonitor:
         sample = _sampled(tensors, dim)
         samples = self._of.value.samples
         latest = samples.get(key)
-        known = latest if latest is not None and latest.step == step - 1 else None
-        if known is not None and known.sample.shape == sample.shape:
-            expected = known.sample
-            if share and known.before is not None:
-                expected = expected + share * (expected - known.before)
+        reference = latest if latest is not None and latest.step == step - 1 else None
+        if reference is not None and reference.sample.shape == sample.shape:
+            expected = reference.sample
+            if share and reference.before is not None:
+                expected = expected + share * (expected - reference.before)
             of = self._of.value
             if of.sums is None:
                 of.sums = self._nothing()
             distance = (sample - expected).square().sum()
             of.sums[block] += torch.stack([distance, sample.square().sum()]).to(of.sums)
-            samples[key] = _Latest(step, sample, None if share is None else known.sample)
+            samples[key] = _Latest(step, sample, None if share is None else reference.sample)
         else:
             samples[key] = _Latest(step, sample)
 

@@ -152,17 +152,17 @@ class Adaptive:
             )
         if step == 0:
             return Decision(True, "the first step")
-        made, here, coming = self._errors(step, outlook.total, outlook, past)
-        error = sqrt(made + here**2 + sum(other**2 for other in coming if other <= here))
+        squares, step_error, coming = self._errors(step, outlook.total, outlook, past)
+        error = sqrt(squares + step_error**2 + sum(other**2 for other in coming if other <= step_error))
         what = f"predicted error {error:.3g} with this and all cheaper steps stale"
         left = None if self.most is None else self.most - sum(before.synchronous for before in past)
-        if left is not None and sum(other > here for other in coming) >= left:
-            what = f"predicted error {here:.3g} of this step"
-            return Decision(False, f"{what}; the {self.most} synchronous steps are for worse ones", here)
-        if error > max(self.budget, sqrt(made) * NEXT_TO_NOTHING):
-            return Decision(True, f"{what}, above the budget {self.budget:g}", here)
+        if left is not None and sum(other > step_error for other in coming) >= left:
+            what = f"predicted error {step_error:.3g} of this step"
+            return Decision(False, f"{what}; the {self.most} synchronous steps are for worse ones", step_error)
+        if error > max(self.budget, sqrt(squares) * NEXT_TO_NOTHING):
+            return Decision(True, f"{what}, above the budget {self.budget:g}", step_error)
         within = "within the budget" if error <= self.budget else "hardly more than is made already, above the budget"
-        return Decision(False, f"{what}, {within} {self.budget:g}", here)
+        return Decision(False, f"{what}, {within} {self.budget:g}", step_error)
 
     @staticmethod
     def _errors(step: int, total: int, outlook: Outlook, past: Sequence[PastStep]) -> tuple[float, float, list[float]]:
@@ -174,13 +174,13 @@ class Adaptive:
         news = [_news(noise, at) for at in place]
         factors = [before.drift / news[at] for at, before in enumerate(past) if before.drift is not None]
         factor = sum(factors[-2:]) / len(factors[-2:]) if factors else ASSUMED_DRIFT
-        made = sum(
+        squares = sum(
             ((factor * news[at] if before.drift is None else before.drift) * weights[at]) ** 2
             for at, before in enumerate(past)
             if not before.synchronous
         )
         here, *coming = (factor * new * weight for new, weight in zip(news[step:], weights[step:], strict=True))
-        return made, here, coming
+        return squares, here, coming
 
 
 @dataclass(frozen=True)
@@ -208,12 +208,12 @@ IMAGE_SPREAD = 0.5
 
 
 def _weight(noise: Sequence[float], step: int) -> float:
-    here, after = noise[step], noise[step + 1]
-    move = abs(here - after)
-    if here in (after, noise[step - 1] if step else None):
+    level, after = noise[step], noise[step + 1]
+    move = abs(level - after)
+    if level in (after, noise[step - 1] if step else None):
         # A second evaluation at one level: each has half of the move on either side.
-        move = (move + abs(noise[step - 1] - here)) / 2 if step else move
-    return move / sqrt((IMAGE_SPREAD * (1 - here)) ** 2 + here**2)
+        move = (move + abs(noise[step - 1] - level)) / 2 if step else move
+    return move / sqrt((IMAGE_SPREAD * (1 - level)) ** 2 + level**2)
 
 
 def _news(noise: Sequence[float], step: int) -> float:

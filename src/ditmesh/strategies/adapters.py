@@ -84,20 +84,20 @@ def shapes_shown(model: ParallelModel) -> Iterator[None]:
         InputError: a layer with such a weight was replaced inside. The layers that were there are put back.
     """
     shapes = whole_shapes(model)
-    parts = {one: one.data for one in shapes}
+    parts = {parameter: parameter.data for parameter in shapes}
     layers = {
         path: layer
         for path, layer in model.model.named_modules()
-        if any(one in parts for one in layer.parameters(recurse=False))
+        if any(parameter in parts for parameter in layer.parameters(recurse=False))
     }
-    for one, shape in shapes.items():
+    for parameter, shape in shapes.items():
         # One number that stands for all, which takes no memory.
-        one.data = torch.zeros((), dtype=one.dtype, device=one.device).expand(shape)
+        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(shape)
     try:
         yield
     finally:
-        for one, data in parts.items():
-            one.data = data
+        for parameter, data in parts.items():
+            parameter.data = data
         replaced = [path for path, layer in layers.items() if model.model.get_submodule(path) is not layer]
         for path in replaced:
             parent, _, name = path.rpartition(".")

@@ -115,16 +115,16 @@ class LayoutCheck:
 
 def result_error(output: Any, truth: Any) -> tuple[float, str]:
     """The error of a result as a multiple of its dtype's tolerance, and a description of the largest."""
-    found, expected = (dict(Arguments((), (value,), {}).leaves()) for value in (output, truth))
-    found, expected = ({p: v for p, v in one.items() if isinstance(v, Tensor)} for one in (found, expected))
-    if {p: v.shape for p, v in found.items()} != {p: v.shape for p, v in expected.items()}:
-        shapes = [", ".join(str(tuple(v.shape)) for v in one.values()) for one in (found, expected)]
+    result, expected = (dict(Arguments((), (value,), {}).leaves()) for value in (output, truth))
+    result, expected = ({p: v for p, v in one.items() if isinstance(v, Tensor)} for one in (result, expected))
+    if {p: v.shape for p, v in result.items()} != {p: v.shape for p, v in expected.items()}:
+        shapes = [", ".join(str(tuple(v.shape)) for v in one.values()) for one in (result, expected)]
         return float("inf"), f"has shape {shapes[0]}, that of one device {shapes[1]}"
     worst = (0.0, "")
     for path, value in expected.items():
-        if not value.is_floating_point() or (value.isnan() & found[path].isnan()).all():
+        if not value.is_floating_point() or (value.isnan() & result[path].isnan()).all():
             continue
-        error = off_by(found[path], value)
+        error = off_by(result[path], value)
         allowed = error / tolerance(value)
         if not allowed <= worst[0]:
             worst = (allowed if allowed == allowed else float("inf"), f"is off by {error:.2g} of the largest value")

@@ -41,8 +41,8 @@ class Coverage:
         if not any(call.keys for call in planned):
             return
         block = self._blocks[site.path]
-        known = self._covered.get(site.path)
-        if known is not None and made >= len(known) - 1 > 0:
+        entries = self._covered.get(site.path)
+        if entries is not None and made >= len(entries) - 1 > 0:
             return
         processors = _processors(site, block)
         least = max(1, min(len(processors) - 1, len(planned)))
@@ -51,8 +51,8 @@ class Coverage:
             return
         # Some of diffusers' hooks leave a module out.
         hooked = any(diffusers_hooks(module) for module in block.modules())
-        if known is not None and hooked and len(known) == len(processors):
-            pairs = (pair for was, now in zip(known, processors, strict=True) for pair in zip(was, now, strict=True))
+        if entries is not None and hooked and len(entries) == len(processors):
+            pairs = (pair for was, now in zip(entries, processors, strict=True) for pair in zip(was, now, strict=True))
             # Backends are names.
             if all(a is b or (isinstance(a, str) and a == b) for a, b in pairs):
                 return
@@ -80,13 +80,13 @@ def _processors(site: BlockSite, block: nn.Module) -> list[tuple[Any, ...]]:
 
     leaves = {leaf.module for leaf in site.region.leaves}
     processors = [getattr(module, "processor", None) for name, module in block.named_modules() if name not in leaves]
-    found = [
+    entries = [
         (
-            one,
-            getattr(one, "_attention_backend", None),
-            getattr(sys.modules.get(type(one).__module__), "dispatch_attention_fn", None),
+            processor,
+            getattr(processor, "_attention_backend", None),
+            getattr(sys.modules.get(type(processor).__module__), "dispatch_attention_fn", None),
         )
-        for one in processors
-        if one is not None
+        for processor in processors
+        if processor is not None
     ]
-    return [*found, (F.scaled_dot_product_attention, *_AttentionBackendRegistry.get_active_backend())]
+    return [*entries, (F.scaled_dot_product_attention, *_AttentionBackendRegistry.get_active_backend())]

@@ -232,14 +232,14 @@ class ModelHooks:
         """The folds of a block's arguments; None: they are not folded."""
         if not site.region.folds:
             return None
-        found = self._foldings.pop(site.region.blocks, None)
-        if found is None:
-            found = Folding(site.region.folds)
+        folding = self._foldings.pop(site.region.blocks, None)
+        if folding is None:
+            folding = Folding(site.region.folds)
             if self._foldings:
                 # Of the list before.
-                found.take_up([*self._foldings.values()][-1])
-        self._foldings[site.region.blocks] = found
-        return found
+                folding.take_up([*self._foldings.values()][-1])
+        self._foldings[site.region.blocks] = folding
+        return folding
 
     def around_whole_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         """A layer around a whole call, before rows and tokens are shared out.

@@ -171,19 +171,19 @@ class AgreedInputs:
         """This rank's `_sections`, and digests of them and of the arguments, or why there are none."""
         sections: Sections = {}
         parts: Sections = {}
-        own = _Digests(place=(self.mesh.pipe.rank, self.mesh.tensor.rank))
+        digests = _Digests(place=(self.mesh.pipe.rank, self.mesh.tensor.rank))
         doing = "its pipeline"
         try:
             sections, parts = self._sections()
-            own.pipeline, own.parts = _digests(sections), _digests(parts)
+            digests.pipeline, digests.parts = _digests(sections), _digests(parts)
             for name, value in (given or {}).items():
                 doing = f"argument {name}"
                 # Under "strict" functions are compared by name.
-                own.inputs[name] = compared(value) if self.policy == "strict" or not callable(value) else None
-            own.generators = digest(default_states(self.mesh.device)) if given is not None else ""
+                digests.inputs[name] = compared(value) if self.policy == "strict" or not callable(value) else None
+            digests.generators = digest(default_states(self.mesh.device)) if given is not None else ""
         except Exception as error:
-            own = _Digests(f"{doing} cannot be compared ({shortened(error, with_kind=True)})")
-        return sections, parts, own
+            digests = _Digests(f"{doing} cannot be compared ({shortened(error, with_kind=True)})")
+        return sections, parts, digests
 
     def _sections(self) -> tuple[Sections, Sections]:
         """Digests of the pipeline itself, which no broadcast can repair: whole weights, and split weights."""
@@ -235,15 +235,15 @@ class AgreedInputs:
         return settings
 
     def _vocabulary(self, tokenizer: Any) -> str:
-        known = self._vocabularies.get(tokenizer)
-        if known is None or known[0] != len(tokenizer):
+        entry = self._vocabularies.get(tokenizer)
+        if entry is None or entry[0] != len(tokenizer):
             to_str = getattr(getattr(tokenizer, "backend_tokenizer", None), "to_str", None)
             whole = tokenizer.get_vocab() if to_str is None else json.loads(to_str())
             for passing in () if to_str is None else ("truncation", "padding"):
                 whole.pop(passing, None)
             text = json.dumps(whole, sort_keys=True)
-            known = self._vocabularies[tokenizer] = len(tokenizer), hashlib.sha256(text.encode()).hexdigest()
-        return known[1]
+            entry = self._vocabularies[tokenizer] = len(tokenizer), hashlib.sha256(text.encode()).hexdigest()
+        return entry[1]
 
     def _warn(self, every: list[_Digests], link: Link) -> None:
         """Say once that inputs were given which are not used."""
@@ -253,12 +253,12 @@ class AgreedInputs:
         if link.rank > 0 or not names or names in self._warned:
             return
         self._warned.add(names)
-        own = self.mesh.config.data > 1 and self.policy == "broadcast"
+        hint = self.mesh.config.data > 1 and self.policy == "broadcast"
         warnings.warn(
             f"the ranks were given different inputs, and all of them run rank {link.ranks[0]}'s: "
             + _arguments_in_words(differing)
             + ". Pass the same on every rank"
-            + (", or use inputs='per-data-rank' if every data rank has prompts of its own" if own else ""),
+            + (", or use inputs='per-data-rank' if every data rank has prompts of its own" if hint else ""),
             InputDifferenceWarning,
             stacklevel=5,
         )
@@ -266,7 +266,7 @@ class AgreedInputs:
     # --- sending ---------------------------------------------------------------------------------------------
 
     def _received(
-        self, link: Link, names: Sequence[str], own: Mapping[str, Any], undo: ExitStack | None
+        self, link: Link, names: Sequence[str], arguments: Mapping[str, Any], undo: ExitStack | None
     ) -> dict[str, Any]:
         """The first rank's arguments of these names; until ``undo`` is closed its default generators, too."""
         message: Any = None
@@ -275,7 +275,7 @@ class AgreedInputs:
             packed: dict[str, bytes] = {}
             try:
                 for name in names:
-                    packed[name] = pickle.dumps(tree_map(_packed, own[name]))
+                    packed[name] = pickle.dumps(tree_map(_packed, arguments[name]))
                 message = packed, default_states(self.mesh.device)
             except Exception as error:
                 failed = f"argument {name} cannot be sent to other ranks ({shortened(error, with_kind=True)})"
@@ -288,7 +288,7 @@ class AgreedInputs:
             try:
                 for name in names:
                     # On this rank's devices, and its own value part by part where it has the same parts.
-                    places = dict(tree_flatten_with_path(own.get(name))[0])
+                    places = dict(tree_flatten_with_path(arguments.get(name))[0])
                     unpack = partial(_unpacked, places, self.mesh.device)
                     received[name] = tree_map_with_path(unpack, pickle.loads(packed[name]))
                 if undo is not None:
@@ -417,15 +417,15 @@ def _packed(value: Any) -> Any:
 
 def _unpacked(places: Mapping[Any, Any], device: torch.device, path: Any, value: Any) -> Any:
     """The values that `_packed` made: this rank's own value of a path where it lies there, else the sender's."""
-    own = places.get(path)
+    twin = places.get(path)
     if not isinstance(value, _Packed):
-        alike = isinstance(value, torch.device) and isinstance(own, torch.device) and value.type == own.type
-        return own if alike else value
+        alike = isinstance(value, torch.device) and isinstance(twin, torch.device) and value.type == twin.type
+        return twin if alike else value
     place = torch.device("cpu") if value.device == "cpu" else device
     if value.kind is Tensor:
-        return value.value.to(own.device if isinstance(own, Tensor) else place)
+        return value.value.to(twin.device if isinstance(twin, Tensor) else place)
     # The caller's generator goes on as the first rank's does: the next call finds them alike.
-    generator = own if isinstance(own, torch.Generator) and own.device.type == place.type else torch.Generator(place)
+    generator = twin if isinstance(twin, torch.Generator) and twin.device.type == place.type else torch.Generator(place)
     return generator.set_state(value.value)
 
 

@@ -42,18 +42,18 @@ class OwnCode:
         place, what = new[0]
         more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
         if whole:
-            said = (
+            words = (
                 "this rank's samples only: what mixes samples draws another image than one device. Leave cfg and data "
                 "at 1 for such code"
             )
         else:
-            said = (
+            words = (
                 "this rank's tokens only: what it does to each token by itself is right, and what mixes tokens, counts "
                 "them or goes by their position draws another image than one device. Use cfg or data for such code, "
                 "which leave the tokens of a sample together"
             )
         warnings.warn(
-            f"{place} of {self._model} has {what} of your own{more}. Inside the blocks it is given {said}",
+            f"{place} of {self._model} has {what} of your own{more}. Inside the blocks it is given {words}",
             LocalTokensWarning,
             stacklevel=2,
         )

@@ -191,15 +191,15 @@ class PrecomputedModel:
             parts = self._parts(arguments)
             assert parts is not None
         try:
-            found = self._computed(arguments, *parts)
+            rows = self._computed(arguments, *parts)
         except Exception as error:
             # What runs is decided by values of the image, or it runs outside of torch. An error of the model itself
             # comes again when it runs as ever.
             self._surprises = MAX_SURPRISES + 1
             self.note = f"precompute: nothing of {type(self._model).__name__} was computed ahead ({error})"
             return None
-        self._rows = [row for row in self._rows if row.branch != branch] + found
-        return found[0]
+        self._rows = [row for row in self._rows if row.branch != branch] + rows
+        return rows[0]
 
     def _parts(self, arguments: Arguments) -> tuple[dict[str, SeenValue], dict[str, SeenValue]] | None:
         """The timestep, and the other arguments that are not the image's; None: one of them is an object."""
@@ -447,15 +447,15 @@ class _Watch:
         Args:
             times: the number of timesteps for which values are kept.
         """
-        found: Row = {}
+        row: Row = {}
         for path, calls in self._returned.items():
-            outer = any(path.startswith(f"{other}.") for other in found)
+            outer = any(path.startswith(f"{other}.") for other in row)
             if path in self._unknown or outer or not self._pays(path, calls, times):
                 continue
-            for inner in [other for other in found if other.startswith(f"{path}.")]:
-                del found[inner]
-            found[path] = [output for output, _ in calls]
-        return found
+            for inner in [other for other in row if other.startswith(f"{path}.")]:
+                del row[inner]
+            row[path] = [output for output, _ in calls]
+        return row
 
     def _pays(self, path: str, calls: list[tuple[Any, list[int | None]]], times: int) -> bool:
         parameters = [*self._model.get_submodule(path).parameters()]

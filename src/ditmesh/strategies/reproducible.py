@@ -175,13 +175,13 @@ class TiledSequence(SequenceParallel):
         super().begin_call()
         self.weight_gradients.begin_call()
 
-    def _cut(self, whole: Tensor, dim: int, tokens: tuple[str, ...], what: str, folded: bool = False) -> Tensor:
-        if not tracked(whole) or whole.shape[dim] == 1 or self.link.size == 1:
-            return super()._cut(whole, dim, tokens, what, folded)
+    def _cut(self, tensor: Tensor, dim: int, tokens: tuple[str, ...], what: str, folded: bool = False) -> Tensor:
+        if not tracked(tensor) or tensor.shape[dim] == 1 or self.link.size == 1:
+            return super()._cut(tensor, dim, tokens, what, folded)
         streams = self._call.tokens.select(tokens)
-        key = (id(whole), dim, tokens)
+        key = (id(tensor), dim, tokens)
         if key not in self._call.cuts:
-            self._call.cuts[key] = (whole, tiled.cut(whole, streams, dim, self._sequence))
+            self._call.cuts[key] = (tensor, tiled.cut(tensor, streams, dim, self._sequence))
         return self._call.cuts[key][1]
 
     def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
@@ -247,8 +247,8 @@ class TiledSequence(SequenceParallel):
     # complex: one case for each kind of argument that a layout names
     def _of_tiles(self, site: BlockSite, arguments: Arguments, recorded: bool) -> list[Arguments]:
         """A block's arguments for each of this rank's tiles."""
-        here, region = self._tiles.here, site.region
-        parts = [arguments.copy() for _ in range(here.parts)]
+        tiles, region = self._tiles.here, site.region
+        parts = [arguments.copy() for _ in range(tiles.parts)]
 
         def spread(path: str, pieces: Sequence[Any]) -> None:
             for part, piece in zip(parts, pieces, strict=True):
@@ -266,8 +266,8 @@ class TiledSequence(SequenceParallel):
                 fresh = whole is not value or version != value._version
                 pieces = self._split(value, stream.dim, (stream.name,), site.path) if fresh else pieces
                 # Text that every tile is given whole is one tensor.
-                own = stream.arg in region.written
-                spread(stream.arg, [piece.clone() for piece in pieces] if own else pieces)
+                copies = stream.arg in region.written
+                spread(stream.arg, [piece.clone() for piece in pieces] if copies else pieces)
         for path in region.local:
             # Results of an earlier block of this list, cut as the image is.
             value = arguments.get(path)
@@ -280,24 +280,24 @@ class TiledSequence(SequenceParallel):
         for counted in region.counts:
             value = arguments.get(counted.arg)
             if isinstance(value, int):
-                own = here.select((counted.stream,))
-                spread(counted.arg, [tokens_of_part(counted, value, own, tile) for tile in range(here.parts)])
+                tokens = tiles.select((counted.stream,))
+                spread(counted.arg, [tokens_of_part(counted, value, tokens, tile) for tile in range(tiles.parts)])
         if region.grid is not None:
             cols = arguments.get(region.grid.cols)
-            spread(region.grid.rows, [length // cols for length in here.select((region.main.name,)).lengths])
+            spread(region.grid.rows, [length // cols for length in tiles.select((region.main.name,)).lengths])
         return parts
 
     def _results(self, region: Region, outputs: list[Any]) -> Any:
-        here, output = self._tiles.here, outputs[0]
+        tiles, output = self._tiles.here, outputs[0]
         for stream in region.streams:
             values = [result_of(one, stream) for one in outputs]
             if not isinstance(values[0], Tensor):
                 continue
-            if not here.select((stream.name,)).replicated:
+            if not tiles.select((stream.name,)).replicated:
                 if tracked(*values):
                     value = tiled.join_tiles(values, stream.dim)
                 else:
-                    value = values[0] if here.parts == 1 else torch.cat(values, dim=stream.dim)
+                    value = values[0] if tiles.parts == 1 else torch.cat(values, dim=stream.dim)
                 output = with_result(output, stream, value)
                 self._tiles.results[stream.name] = (value, value._version, [aligned(part) for part in values])
             elif self._uneven and self.link.size > 1:
@@ -332,18 +332,18 @@ class TiledSequence(SequenceParallel):
 
     def _split(self, part: Tensor, dim: int, tokens: tuple[str, ...], what: str) -> list[Tensor]:
         """This rank's part of a per-token tensor, tile by tile."""
-        here = self._tiles.here.select(tokens)
+        tiles = self._tiles.here.select(tokens)
         size = part.shape[dim]
         if size == 1:
-            return self._for_each(part) if tracked(part) else [aligned(part)] * here.parts
-        if size != here.total:
+            return self._for_each(part) if tracked(part) else [aligned(part)] * tiles.parts
+        if size != tiles.total:
             raise LayoutError(
                 f"{what}: a tensor with {size} entries along dimension {dim} was to be cut into the tiles of "
-                f"{here.total} tokens ({' + '.join(tokens)})"
+                f"{tiles.total} tokens ({' + '.join(tokens)})"
             )
         if tracked(part):
-            return tiled.split(part, here, dim)
-        return [aligned(here.take(part, dim, tile)) for tile in range(here.parts)]
+            return tiled.split(part, tiles, dim)
+        return [aligned(tiles.take(part, dim, tile)) for tile in range(tiles.parts)]
 
     def _once(self, part: Tensor, dim: int, tokens: tuple[str, ...], what: str) -> list[Tensor]:
         """`_split` of a tensor that every block is given: done once per list of blocks."""
@@ -362,8 +362,8 @@ class TiledSequence(SequenceParallel):
         first, weights = asked[0], self._tiles.weights
         if weights is not None:
             # Each with weights that have gradients of their own.
-            return [(weights.use(place), one.forward(one.x))[1] for place, one in enumerate(asked)]
-        if all(one.x is first.x for one in asked):
+            return [(weights.use(place), request.forward(request.x))[1] for place, request in enumerate(asked)]
+        if all(request.x is first.x for request in asked):
             return [first.forward(first.x)] * len(asked)
         here, rows = self._tiles.here, first.x.shape[0]
         counts = {length for lengths in here.blocks for length in lengths} | set(here.lengths)
@@ -371,9 +371,9 @@ class TiledSequence(SequenceParallel):
         per_token = any(count > 0 and rows % count == 0 for count in counts)
         alike = first.x.dim() == 2 and not per_token and self._alike.get(first.linear, True)
         if alike and first.linear not in self._alike:
-            alike = all(one.x is first.x or torch.equal(one.x, first.x) for one in asked)
+            alike = all(request.x is first.x or torch.equal(request.x, first.x) for request in asked)
             self._alike[first.linear] = alike
-        return [first.forward(first.x)] * len(asked) if alike else [one.forward(one.x) for one in asked]
+        return [first.forward(first.x)] * len(asked) if alike else [request.forward(request.x) for request in asked]
 
     # --- attention ---------------------------------------------------------------------------------------------
 
@@ -411,14 +411,14 @@ class TiledSequence(SequenceParallel):
                 (tiles.tokens.select(planned.keys), first.k),
             )
         )
-        for tile, one in zip(run, asked, strict=True):
-            if one.index != first.index:
+        for tile, request in zip(run, asked, strict=True):
+            if request.index != first.index:
                 raise LayoutError(f"{site.path}: its tiles make different attention calls; it cannot run tile by tile")
-            self._check_lengths(site, one.index, queries, keys, one.q, one.k, tile)
+            self._check_lengths(site, request.index, queries, keys, request.q, request.k, tile)
         by_rank = queries.regroup(tiles.runs), keys.regroup(tiles.runs)
-        q, k, v = ([getattr(one, name) for one in asked] for name in ("q", "k", "v"))
+        q, k, v = ([getattr(request, name) for request in asked] for name in ("q", "k", "v"))
         recorded = tracked(*q, *k, *v)
-        mask_of = self._masks([one.mask for one in asked], run, queries, keys, of_all=recorded)
+        mask_of = self._masks([request.mask for request in asked], run, queries, keys, of_all=recorded)
         here = keys.of(run)
         groups = self.mixer.groups()
         group = groups[self.mesh.ring.rank]
@@ -499,12 +499,12 @@ class TiledSequence(SequenceParallel):
             if rows == tile_rows:
                 return dict(zip(run, tiles, strict=True)).__getitem__
         elif width == tile_width:
-            here, by_rank = keys.of(run), keys.regroup(self._tiles.runs)
+            own_keys, by_rank = keys.of(run), keys.regroup(self._tiles.runs)
             if rows == 1:
-                whole = masks.whole_keys(here.join(tiles, 3), by_rank, self.link)
+                whole = masks.whole_keys(own_keys.join(tiles, 3), by_rank, self.link)
                 return lambda tile: whole
             if rows == tile_rows and queries.names == keys.names:
-                entries = here.join([masks.per_token(mask, self.steady()) for mask in tiles], 3)
+                entries = own_keys.join([masks.per_token(mask, self.steady()) for mask in tiles], 3)
                 everyone = masks.whole_keys(entries, by_rank, self.link)
                 return lambda tile: masks.product(queries.take(everyone, 3, tile), everyone)
         raise LayoutError(
@@ -544,11 +544,11 @@ def _units(
             return found
     outs = [q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]) for q in queries]
     for head in range(k.shape[1]):
-        own = slice(head, head + 1)
-        k_head, v_head = aligned(k[:, own]), aligned(v[:, own])
+        heads = slice(head, head + 1)
+        k_head, v_head = aligned(k[:, heads]), aligned(v[:, heads])
         for q, mask, out in zip(queries, given, outs, strict=True):
             bias = None if mask is None else aligned(masks.of_heads(mask, head, 1))
-            out[:, :, head] = kernel(aligned(q[:, own]), k_head, v_head, bias, scale)[:, 0]
+            out[:, :, head] = kernel(aligned(q[:, heads]), k_head, v_head, bias, scale)[:, 0]
     return [out.transpose(1, 2) for out in outs]
 
 

@@ -154,14 +154,14 @@ class BatchParallel:
         return {**{path: seen(value) for path, value in arguments.leaves()}, **plain, _STATE: SeenValue(state, None)}
 
     def _as_predicted(
-        self, given: dict[str, SeenValue], predicted: dict[str, SeenValue], own: set[str], call: TransformerCall
+        self, given: dict[str, SeenValue], predicted: dict[str, SeenValue], paths: set[str], call: TransformerCall
     ) -> bool:
-        """True if a call's arguments are the predicted ones; ``own``: paths of those that are not the first call's."""
+        """True if a call's arguments are the predicted ones; ``paths``: of those that are not the first call's."""
         if given.keys() != predicted.keys():
             return False
         for path, value in given.items():
             expected = predicted[path]
-            time = self._timestep is not None and covers(self._timestep, path) and path not in own
+            time = self._timestep is not None and covers(self._timestep, path) and path not in paths
             a, b = value.value, expected.value
             alike = is_plain(a) and is_plain(b) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
             if time and call.counted and alike and value.key != expected.key:
@@ -193,7 +193,7 @@ class BatchParallel:
         for call in others:
             if call.keys() != first.keys():
                 return []
-            differing = {path: one for path, one in call.items() if not self._clock.values.same(one, first[path])}
+            differing = {path: item for path, item in call.items() if not self._clock.values.same(item, first[path])}
             if not differing or _STATE in differing:
                 return []
             # Latents are others in every step; some models are given their prompt first.
@@ -201,7 +201,7 @@ class BatchParallel:
                 path in given and self._clock.values.same(given[path], first[path]) for path in main
             ):
                 return []
-            differences.append({path: one.value for path, one in differing.items()})
+            differences.append({path: item.value for path, item in differing.items()})
         return differences
 
     def _run_ahead(
@@ -270,12 +270,12 @@ class BatchParallel:
             )
         layout = self._hooks.layout
         batched = batched_in(arguments, batch, layout)
-        known = (*layout.unbatched, *layout.listed, *batched)
+        names = (*layout.unbatched, *layout.listed, *batched)
         for path, value in arguments.leaves():
             # A single row counts for all samples. Others, left whole beside some of the samples, would be taken for
             # theirs.
             several = isinstance(value, Tensor) and value.dim() and value.shape[0] > 1
-            if several and not any(covers(name, path) for name in known):
+            if several and not any(covers(name, path) for name in names):
                 raise InputError(
                     f"{layout.model} was called with {batch} rows of {arguments.names[0]} and {value.shape[0]} of "
                     f"{path}, which cannot be shared out; give a row for every image (repeat embeddings "

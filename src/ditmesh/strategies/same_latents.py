@@ -38,11 +38,11 @@ def sums_of(values: Tensor) -> Tensor:
     """Sums of a tensor's elements, in float32, and the norm of all last: at most 2 * `SUMS` numbers, on its device."""
     flat = values.detach().reshape(-1)
     rows = flat.numel() // SUMS
-    whole, rest = flat[: rows * SUMS].view(rows, SUMS), flat[rows * SUMS :]
+    table, rest = flat[: rows * SUMS].view(rows, SUMS), flat[rows * SUMS :]
     # torch takes no norm in a narrower type than the elements have.
     wide = torch.promote_types(flat.dtype, torch.float32)
     norm = torch.linalg.vector_norm(flat, dtype=wide).to(torch.float32).reshape(1)
-    return torch.cat([whole.sum(0, dtype=torch.float32), rest.to(torch.float32), norm])
+    return torch.cat([table.sum(0, dtype=torch.float32), rest.to(torch.float32), norm])
 
 
 def relative_distance(here: Tensor, there: Tensor) -> float:
@@ -129,13 +129,13 @@ class SameLatents(Strategy):
 
 def _on_the_host(sums: Mapping[tuple[int, int], Tensor]) -> dict[tuple[int, int], Tensor]:
     """The sums, in one copy from each device."""
-    found: dict[tuple[int, int], Tensor] = {}
+    copies: dict[tuple[int, int], Tensor] = {}
     for device in {one.device for one in sums.values()}:
         keys = [key for key, one in sums.items() if one.device == device]
         parts = torch.cat([sums[key] for key in keys]).cpu().split([len(sums[key]) for key in keys])
         # Of its own memory: pickle takes all of what a tensor is a view of.
-        found.update({key: part.clone() for key, part in zip(keys, parts, strict=True)})
-    return found
+        copies.update({key: part.clone() for key, part in zip(keys, parts, strict=True)})
+    return copies
 
 
 def _images_in(value: Any) -> Iterator[Tensor]:

@@ -261,23 +261,23 @@ class SequenceParallel:
             )
         call.entered = site.span
 
-    def _cut(self, whole: Tensor, dim: int, tokens: tuple[str, ...], what: str, folded: bool = False) -> Tensor:
+    def _cut(self, tensor: Tensor, dim: int, tokens: tuple[str, ...], what: str, folded: bool = False) -> Tensor:
         """This rank's part of a per-token tensor; the same tensor is cut once per call."""
-        if whole.shape[dim] == 1 or self.link.size == 1:
-            return whole
+        if tensor.shape[dim] == 1 or self.link.size == 1:
+            return tensor
         streams = self._call.tokens.select(tokens)
-        if folded and whole.shape[dim] % streams.total == 0:
-            unfolded = whole.unflatten(dim, (-1, streams.total))
+        if folded and tensor.shape[dim] % streams.total == 0:
+            unfolded = tensor.unflatten(dim, (-1, streams.total))
             return streams.take(unfolded, dim + 1, self.link.rank).flatten(dim, dim + 1)
-        if whole.shape[dim] != streams.total:
+        if tensor.shape[dim] != streams.total:
             raise LayoutError(
-                f"{what} has {whole.shape[dim]} entries along dimension {dim}, but the layout says one for each of "
+                f"{what} has {tensor.shape[dim]} entries along dimension {dim}, but the layout says one for each of "
                 f"{streams.total} tokens ({' + '.join(tokens)})"
             )
-        key = (id(whole), dim, tokens)
+        key = (id(tensor), dim, tokens)
         if key not in self._call.cuts:
-            part = streams.take(whole, dim, self.link.rank).contiguous()
-            self._call.cuts[key] = (whole, part)
+            part = streams.take(tensor, dim, self.link.rank).contiguous()
+            self._call.cuts[key] = (tensor, part)
         return self._call.cuts[key][1]
 
     def _check(self, site: BlockSite, arguments: Arguments) -> None:

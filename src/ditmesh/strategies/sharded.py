@@ -93,17 +93,17 @@ class Packed:
     @cached_property
     def places(self) -> list[list[tuple[int, slice]]]:
         """The ranks that hold some of each tensor, with which bytes of their parts."""
-        found = []
+        places = []
         for (shape, dtype), start in zip(self.specs, self.starts, strict=False):
             stop = start + prod(shape) * dtype.itemsize
-            found.append(
+            places.append(
                 [
                     (rank, slice(max(start, low) - low, min(stop, high) - low))
                     for rank, (low, high) in enumerate(pairwise(self.bounds))
                     if max(start, low) < min(stop, high)
                 ]
             )
-        return found
+        return places
 
     def runs(self, rank: int) -> Iterator[tuple[int, slice, slice]]:
         """A rank's part of a tensor: its number, the bytes, and their place in the rank's memory."""
@@ -152,30 +152,30 @@ def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
     modules, total = dict(model.named_modules(remove_duplicate=False)), sum(map(_bytes_of, model.parameters()))
-    found: list[GatherGroup] = []
+    groups: list[GatherGroup] = []
     taken = set(kept)
     for path, module in modules.items():
         block = next((one for one in blocks if f"{path}.".startswith(f"{one}.")), None)
         if block not in (None, path):
             continue
-        own = {
+        group = {
             f"{path}.{name}": parameter
             for name, parameter in module.named_parameters(recurse=block is not None)
             # Not an adapter's.
             if id(parameter) not in taken and not any(part.startswith("lora_") for part in name.split("."))
         }
         if block is not None:
-            own = {n: p for n, p in own.items() if all(other.startswith(f"{path}.") for other in holders[id(p)])}
+            group = {n: p for n, p in group.items() if all(other.startswith(f"{path}.") for other in holders[id(p)])}
             runs_with = (path,)
         else:
-            large = isinstance(module, _LAYERS) and sum(map(_bytes_of, own.values())) >= MIN_SHARDED_SHARE * total
-            runs_with = tuple(dict.fromkeys(name.rpartition(".")[0] for p in own.values() for name in holders[id(p)]))
+            large = isinstance(module, _LAYERS) and sum(map(_bytes_of, group.values())) >= MIN_SHARDED_SHARE * total
+            runs_with = tuple(dict.fromkeys(name.rpartition(".")[0] for p in group.values() for name in holders[id(p)]))
             if not large or not all(isinstance(modules[home], _LAYERS) for home in runs_with):
                 continue
-        if own:
-            taken.update(map(id, own.values()))
-            found.append(GatherGroup(path, runs_with, tuple(own)))
-    return found
+        if group:
+            taken.update(map(id, group.values()))
+            groups.append(GatherGroup(path, runs_with, tuple(group)))
+    return groups
 
 
 def groups_of(model: nn.Module, layout: TokenLayout) -> list[GatherGroup]:
@@ -236,12 +236,12 @@ class Unit:
     def fill(self, pieces: Sequence[Tensor], own: bool = False) -> None:
         """Fill the tensors from all ranks' parts; ``own``: in memory of their own."""
         for number, (part, (shape, dtype)) in enumerate(zip(self.parts, self.packed.specs, strict=True)):
-            found = [pieces[rank][place] for rank, place in self.packed.places[number]]
-            flat = found[0]
-            if own or len(found) > 1:
+            chunks = [pieces[rank][place] for rank, place in self.packed.places[number]]
+            flat = chunks[0]
+            if own or len(chunks) > 1:
                 offset = self.packed.starts[number] % ALIGNMENT
-                flat = memory(sum(part.numel() for part in found), offset, self.piece.device)
-                torch.cat(found, out=flat)
+                flat = memory(sum(part.numel() for part in chunks), offset, self.piece.device)
+                torch.cat(chunks, out=flat)
             part.data = flat.view(dtype).view(shape)
 
     def empty(self) -> None:

@@ -167,22 +167,22 @@ def _files_of(name: str, module: nn.Module) -> dict[Tensor, tuple[Path, str]]:
     names: dict[Tensor, list[str]] = {}
     for own, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(own)
-    found: dict[Tensor, tuple[Path, str]] = {}
-    for parameter, known in names.items():
+    files: dict[Tensor, tuple[Path, str]] = {}
+    for parameter, aliases in names.items():
         # A prefix more or less is usual.
-        alike = [k for k in where for name in known if k.endswith(f".{name}") or name.endswith(f".{k}")]
-        for key in (*(name for name in known if name in where), *alike):
+        alike = [k for k in where for name in aliases if k.endswith(f".{name}") or name.endswith(f".{k}")]
+        for key in (*(name for name in aliases if name in where), *alike):
             value = _stored(where[key], key)
             if value.shape == parameter.shape and _same(value, parameter):
-                found[parameter] = where[key], key
+                files[parameter] = where[key], key
                 break
         else:
             why = "are not in safetensors files here" if not where else f"are not those in {str(folder)!r}"
             raise InputError(
-                f"the weights of {name} ({known[0]}) {why}, so they could not be read again once they are freed; "
+                f"the weights of {name} ({aliases[0]}) {why}, so they could not be read again once they are freed; "
                 f"{_WAY_OUT}"
             )
-    return found
+    return files
 
 
 def _same(stored: Tensor, parameter: Tensor) -> bool:
@@ -192,13 +192,13 @@ def _same(stored: Tensor, parameter: Tensor) -> bool:
 
 def _sums(parameters: Iterable[Tensor]) -> dict[Tensor, tuple[torch.dtype, int]]:
     """By parameter, its dtype and a sum of its bits, which is another one when a weight is. The host waits once."""
-    found = {}
+    sums = {}
     for parameter in parameters:
         flat = as_bytes(parameter)
         whole = flat.numel() // 4 * 4
-        found[parameter] = flat[:whole].view(torch.int32).sum() + flat[whole:].sum()
-    values = torch.stack([*found.values()]).tolist() if found else []
-    return {parameter: (parameter.dtype, value) for parameter, value in zip(found, values, strict=True)}
+        sums[parameter] = flat[:whole].view(torch.int32).sum() + flat[whole:].sum()
+    values = torch.stack([*sums.values()]).tolist() if sums else []
+    return {parameter: (parameter.dtype, value) for parameter, value in zip(sums, values, strict=True)}
 
 
 class PinnedStaging:

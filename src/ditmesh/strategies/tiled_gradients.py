@@ -231,24 +231,24 @@ class AttentionOfTiles:
         link, run = self.link, self.runs[self.link.rank]
         queries, keys = self.queries.regroup(self.runs), self.keys.regroup(self.runs)
         own_queries, own_keys = self.queries.of(run), self.keys.of(run)
-        whole = [own_queries.join(q, 2), own_keys.join(k, 2), own_keys.join(v, 2), own_queries.join(grads, 2)]
-        exchange = HeadExchange(link, even_cut(whole[0].shape[1], link.size))
+        tensors = [own_queries.join(q, 2), own_keys.join(k, 2), own_keys.join(v, 2), own_queries.join(grads, 2)]
+        exchange = HeadExchange(link, even_cut(tensors[0].shape[1], link.size))
         start, count = exchange.head_starts[link.rank], exchange.head_counts[link.rank]
         if link.size > 1:
-            whole = exchange.gather_tokens(whole, (queries, keys, keys, queries))
-        found = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in whole[:3]]
+            tensors = exchange.gather_tokens(tensors, (queries, keys, keys, queries))
+        gradients = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors[:3]]
         for head in range(count):
-            pieces = self._of_head(start + head, *(tensor[:, head : head + 1] for tensor in whole))
-            for tensor, piece in zip(found, pieces, strict=True):
+            pieces = self._of_head(start + head, *(tensor[:, head : head + 1] for tensor in tensors))
+            for tensor, piece in zip(gradients, pieces, strict=True):
                 tensor[:, head : head + 1] = piece
         if link.size > 1:
-            found = [
+            gradients = [
                 exchange.gather_heads(tensor, tokens)
-                for tensor, tokens in zip(found, (queries, keys, keys), strict=True)
+                for tensor, tokens in zip(gradients, (queries, keys, keys), strict=True)
             ]
         return [
             [aligned(tokens.take(tensor, 2, tile)) for tile in range(tokens.parts)]
-            for tensor, tokens in zip(found, (own_queries, own_keys, own_keys), strict=True)
+            for tensor, tokens in zip(gradients, (own_queries, own_keys, own_keys), strict=True)
         ]
 
     def _of_head(self, head: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,12 +258,12 @@ class AttentionOfTiles:
         of_q: list[Tensor] = []
         of_k, of_v = OrderedSum(len(tiles)), OrderedSum(len(tiles))
         for tile in tiles:
-            own = aligned(self.queries.take(q, 2, tile)).detach().requires_grad_()
+            queries = aligned(self.queries.take(q, 2, tile)).detach().requires_grad_()
             mask = self.mask_of(tile)
             bias = None if mask is None else aligned(masks.of_heads(mask, head, 1))
             with torch.enable_grad():
-                out = self.kernel.attend(own, k, v, bias, self.scale)
-            dq, dk, dv = torch.autograd.grad(out, (own, k, v), aligned(self.queries.take(grad, 2, tile)))
+                out = self.kernel.attend(queries, k, v, bias, self.scale)
+            dq, dk, dv = torch.autograd.grad(out, (queries, k, v), aligned(self.queries.take(grad, 2, tile)))
             of_q.append(dq)
             of_k.add((tile, tile + 1), dk)
             of_v.add((tile, tile + 1), dv)

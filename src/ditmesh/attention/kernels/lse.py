@@ -42,17 +42,17 @@ def attend_with_lse(
         return torch.zeros_like(q_bhsd), q_bhsd.new_full(q_bhsd.shape[:3], NEG_INF, dtype=wide)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(q_bhsd.dtype)
-    found = None
+    result = None
     if q_bhsd.device.type == "cuda":
-        found = _cuda(q_bhsd, k_bhsd, v_bhsd, mask, scale)
-    if found is None:
+        result = _cuda(q_bhsd, k_bhsd, v_bhsd, mask, scale)
+    if result is None:
         bias = None if mask is None else additive(mask, q_bhsd.dtype)
         kernel = fused("_scaled_dot_product_flash_attention_for_cpu") if q_bhsd.device.type == "cpu" else None
         if kernel is not None:
-            found = kernel(q_bhsd, k_bhsd, v_bhsd, 0.0, False, attn_mask=bias, scale=scale)
+            result = kernel(q_bhsd, k_bhsd, v_bhsd, 0.0, False, attn_mask=bias, scale=scale)
         else:
-            found = attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)
-    out, lse = found
+            result = attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)
+    out, lse = result
     lse = lse[..., : q_bhsd.shape[2]].to(wide)
     return (out, lse) if mask is None else without_blind(out, lse, mask)
 
@@ -313,7 +313,7 @@ def _cuda_backward(
     if kind == "flash":
         # One sequence a row: no cumulated lengths.
         given = (None, None, queries, keys, 0.0, False, seed, offset)
-        found = kernel(grad, q, k, v, out, lse.contiguous(), *given, scale=scale)
+        gradients = kernel(grad, q, k, v, out, lse.contiguous(), *given, scale=scale)
     else:
         # It reads the LSE in blocks of 32 queries; and in half precision an output in which a token's heads lie side by
         # side, whatever its strides say: other layouts give gradients of whatever lies there.
@@ -321,8 +321,8 @@ def _cuda_backward(
         lse = F.pad(lse, (0, -queries % 32), value=math.inf)
         seed = offset
         given = (seed, offset, 0.0, [True, True, True, False], False)
-        found = kernel(grad, q, k, v, bias, out, lse, *given, scale=scale)
-    by_q, by_k, by_v = (gradient[..., :width] for gradient in found[:3])
+        gradients = kernel(grad, q, k, v, bias, out, lse, *given, scale=scale)
+    by_q, by_k, by_v = (gradient[..., :width] for gradient in gradients[:3])
     return by_q, by_k, by_v
 
 

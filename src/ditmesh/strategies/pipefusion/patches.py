@@ -152,22 +152,22 @@ class PatchLink:
 
     def all_gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
         """The whole mask from this virtual rank's part, and the parts that other patches have left."""
-        kept = self._buffer
-        assert kept is not None
+        buffer = self._buffer
+        assert buffer is not None
         # Masks are gathered stream by stream.
         stream = self._masked.pop(0)
         piece = self.patch_of(piece, lengths, dim)
         if self.patches == 1:
-            kept.masks[stream] = piece.clone()
+            buffer.masks[stream] = piece.clone()
             return piece
-        whole, shape = kept.masks.get(stream), (*piece.shape[:dim], sum(lengths), *piece.shape[dim + 1 :])
-        if whole is None or whole.shape != shape or whole.dtype != piece.dtype:
+        mask, shape = buffer.masks.get(stream), (*piece.shape[:dim], sum(lengths), *piece.shape[dim + 1 :])
+        if mask is None or mask.shape != shape or mask.dtype != piece.dtype:
             raise LayoutError(
                 f"an attention mask over {stream} tokens has another form, {tuple(shape)}, than in the steps "
                 "before; it cannot be put together from its patches"
             )
-        whole.narrow(dim, sum(lengths[: self.group.start]), piece.shape[dim]).copy_(piece)
-        return whole
+        mask.narrow(dim, sum(lengths[: self.group.start]), piece.shape[dim]).copy_(piece)
+        return mask
 
 
 class PatchCut(TokenCut):
@@ -294,12 +294,12 @@ class PatchParallel(SequenceParallel):
         streams = self._kept.streams
         shape = (*value.shape[: stream.dim], tokens.total, *value.shape[stream.dim + 1 :])
         key = (self._leaving.span, stream.name)
-        whole = streams.get(key)
-        if whole is None or whole.shape != shape or whole.dtype != value.dtype:
-            whole = streams[key] = value.new_zeros(shape)
-        whole.narrow(stream.dim, tokens.start(link.group.start), value.shape[stream.dim]).copy_(value)
+        tensor = streams.get(key)
+        if tensor is None or tensor.shape != shape or tensor.dtype != value.dtype:
+            tensor = streams[key] = value.new_zeros(shape)
+        tensor.narrow(stream.dim, tokens.start(link.group.start), value.shape[stream.dim]).copy_(value)
         # The model may write to its inputs.
-        return whole.clone()
+        return tensor.clone()
 
     # --- attention -----------------------------------------------------------------------------------------
 
@@ -308,54 +308,54 @@ class PatchParallel(SequenceParallel):
         keys, mask = attention.keys, attention.mask
         link, buffers, path = self.patch_link, self._kept, self._site.path
         call = path, self._call.attention_calls - 1
-        kept = buffers.keys.setdefault(call, KVBuffer())
+        buffer = buffers.keys.setdefault(call, KVBuffer())
         if mask is not None:
-            link.begin_attention(kept, keys)
+            link.begin_attention(buffer, keys)
             if link.size == 1:
-                _keep_mask(kept, mask, keys)
+                _keep_mask(buffer, mask, keys)
 
         share = None
         if self._predicts:
             share = share_in(buffers.step, self._control.goes_on(buffers.step))
-            kept.begin_step(buffers.step, share if link.patches > 1 else 0.0)
+            buffer.begin_step(buffers.step, share if link.patches > 1 else 0.0)
 
         def compute(q: list[Tensor], k: Tensor, v: Tensor, given: list[Tensor | None]) -> list[Tensor]:
             # Of another number of patches before: nothing to compare with.
             sample = id(buffers), call, link.patches, link.patch
             self._control.monitor.observe(self._blocks[path], sample, buffers.step, (k, v), dim=2, share=share)
-            return [self.kernel(q[0], *_keep(kept, k, v, keys, link), given[0], attention.scale)]
+            return [self.kernel(q[0], *_keep(buffer, k, v, keys, link), given[0], attention.scale)]
 
         return self._mixed(attention, self.mixer.groups(link.group.start), compute)
 
 
-def _keep(kept: KVBuffer, k: Tensor, v: Tensor, keys: Partition, link: PatchLink) -> tuple[Tensor, Tensor]:
+def _keep(buffer: KVBuffer, k: Tensor, v: Tensor, keys: Partition, link: PatchLink) -> tuple[Tensor, Tensor]:
     """Write a patch's keys and values to their places; returns those of the whole sequence.
 
     A synchronous step, which comes first, makes room for them.
     """
     batch, heads, _, dim = k.shape
-    whole = kept.keys_values
-    if whole is None or whole[0].shape != (batch, heads, keys.total, dim):
+    keys_values = buffer.keys_values
+    if keys_values is None or keys_values[0].shape != (batch, heads, keys.total, dim):
         if link.patches > 1:
             raise LayoutError(
                 f"attention has {keys.total} keys of {heads} heads, and in the step before there were others; patches "
                 "cannot be told when their number changes within a request: use ulysses, ring or tensor"
             )
         room = (t.new_empty((batch, keys.total, heads, t.shape[3])).transpose(1, 2) for t in (k, v))
-        whole = kept.keys_values = next(room), next(room)
+        keys_values = buffer.keys_values = next(room), next(room)
     if link.patches == 1:
-        whole[0].copy_(k)
-        whole[1].copy_(v)
+        keys_values[0].copy_(k)
+        keys_values[1].copy_(v)
         return k, v
     places = keys.places(link.group)
-    for tensor, part in zip(whole, (k, v), strict=True):
+    for tensor, part in zip(keys_values, (k, v), strict=True):
         for (place, length), fresh in zip(places, part.split([length for _, length in places], dim=2), strict=True):
             if length:
                 tensor.narrow(2, place, length).copy_(fresh)
-    return whole
+    return keys_values
 
 
-def _keep_mask(kept: KVBuffer, mask: Tensor, keys: Partition) -> None:
+def _keep_mask(buffer: KVBuffer, mask: Tensor, keys: Partition) -> None:
     """Remember a whole key mask of a synchronous step, as `PatchLink.all_gather` would have put it together."""
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     if mask.shape[-1] != keys.total:
@@ -370,7 +370,7 @@ def _keep_mask(kept: KVBuffer, mask: Tensor, keys: Partition) -> None:
             return
     mask = mask[:, :1] if mask.stride(1) == 0 else mask
     for name, part in zip(keys.names, mask.split(keys.totals, dim=-1), strict=True):
-        kept.masks[name] = part.clone()
+        buffer.masks[name] = part.clone()
 
 
 def skipped(region: Region, arguments: Arguments, streams: dict[str, Tensor] | None = None) -> Any:

@@ -451,9 +451,9 @@ class PipeFusionCalls(PipeStrategy):
     def result(self, value: Any) -> Any:
         """Whole tensors in place of patches that have still to come."""
         under_way = [pipe._of.value for pipe in self.pipes]
-        flushes = [one.flushes for one in under_way]
+        flushes = [state.flushes for state in under_way]
         value = whole_result(value)
         # At the end everything has to come anyway: that is no pause.
-        for one, count in zip(under_way, flushes, strict=True):
-            one.flushes = count
+        for state, count in zip(under_way, flushes, strict=True):
+            state.flushes = count
         return value

@@ -105,11 +105,11 @@ def kinds_of(model: nn.Module, layout: TokenLayout) -> list[int]:
 
     They cost the same. The numbers are the same on all ranks, wherever the weights are.
     """
-    known: dict[Any, int] = {}
+    numbers: dict[Any, int] = {}
     kinds = []
     for path, block in blocks_of(model, layout):
         shapes = tuple((name, tuple(shape_of(parameter))) for name, parameter in block.named_parameters())
-        kinds.append(known.setdefault((path.rpartition(".")[0], type(block), shapes), len(known)))
+        kinds.append(numbers.setdefault((path.rpartition(".")[0], type(block), shapes), len(numbers)))
     return kinds
 
 
@@ -294,12 +294,12 @@ def is_away(parameter: Tensor) -> bool:
 
 def elsewhere(model: nn.Module, layout: TokenLayout, lengths: Sequence[int], stage: int) -> set[str]:
     """Names of the parameters that a stage does not hold."""
-    kept = kept_parameters(model, layout)
+    kept_ids = kept_parameters(model, layout)
     return {
         f"{path}.{name}"
         for (path, block), owner in zip(blocks_of(model, layout), stage_of(lengths), strict=True)
         for name, parameter in block.named_parameters()
-        if owner != stage and id(parameter) not in kept
+        if owner != stage and id(parameter) not in kept_ids
     }
 
 

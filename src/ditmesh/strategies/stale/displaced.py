@@ -138,15 +138,15 @@ class DisplacedParallel(StaleSequence):
             buffer.arrive()
         if buffer is None or not buffer.fits(k_bhsd, keys, rows):
             buffer = buffers[key] = _Buffer(k_bhsd, keys, rows, self._ring, self._codec)
-        known = buffer.step is not None and buffer.step >= step - 1
-        if self._predicts and known:
+        has_previous = buffer.step is not None and buffer.step >= step - 1
+        if self._predicts and has_previous:
             buffer.move_on(step, not self.control.decision.synchronous and self.control.goes_on(step))
         buffer.put(k_bhsd, attention.v_bhsd)
-        if not self.control.decision.synchronous and step == 0 and not known:
+        if not self.control.decision.synchronous and step == 0 and not has_previous:
             out = self.own_tokens(attention)
             buffer.post(step)
             return out
-        if self.control.decision.synchronous or not known:
+        if self.control.decision.synchronous or not has_previous:
             if not self.control.decision.synchronous:
                 self.control.log.steps[-1].filled += 1
             buffer.post(step, whole=True)
@@ -252,19 +252,19 @@ class _Buffer:
         if latest is None or latest >= step:
             # A second call of one step goes on from what the first one has left.
             return
-        kept = [slot for rank, slots in enumerate(self._slots) if rank != self._ring.rank for slot in slots]
+        tensors = [slot for rank, slots in enumerate(self._slots) if rank != self._ring.rank for slot in slots]
         if self._shown is not None:
-            kept.append(self._shown)
+            tensors.append(self._shown)
         with torch.no_grad():
-            if len(self._before) != len(kept):
-                self._before = [one_after_other([now]) for now in kept]
+            if len(self._before) != len(tensors):
+                self._before = [one_after_other([now]) for now in tensors]
             elif predict and self._before_step == latest - 1 and latest > self.FIRST:
-                for now, before in zip(kept, self._before, strict=True):
+                for now, before in zip(tensors, self._before, strict=True):
                     change = now - before
                     before.copy_(now)
                     now.add_(change.mul_(self.SHARE))
             else:
-                for now, before in zip(kept, self._before, strict=True):
+                for now, before in zip(tensors, self._before, strict=True):
                     before.copy_(now)
         self._before_step = latest
 
@@ -272,18 +272,18 @@ class _Buffer:
         """Begin to send this rank's tokens to all others and to receive theirs; ``whole``: not through the codec."""
         packer = None if whole else self._codec
         self.step, self._packer = step, packer
-        own = self._slots[self._ring.rank]
+        tensors = self._slots[self._ring.rank]
         if packer is not None:
             # One message per peer: the streams one after the other.
             with torch.no_grad():
-                own = [self._packed(packer, own)]
+                tensors = [self._packed(packer, tensors)]
         elif isinstance(self._codec, Int4):
             with torch.no_grad():
-                self._shown = one_after_other(own)
+                self._shown = one_after_other(tensors)
         if not self._incoming or self._incoming_of is not packer:
             others = [[] if rank == self._ring.rank else slots for rank, slots in enumerate(self._slots)]
             self._incoming_of, self._incoming = packer, [self._receiving(packer, slots) for slots in others]
-        self._arriving = self._ring.all_gather_async(own, self._incoming)
+        self._arriving = self._ring.all_gather_async(tensors, self._incoming)
 
     def _receiving(self, packer: Codec | None, slots: list[Tensor]) -> list[Tensor]:
         """Memory for a rank's messages."""
@@ -291,18 +291,18 @@ class _Buffer:
             return [slot.new_empty(slot.shape) for slot in slots]
         return [packer.empty(joined(slots), slots[0].device)] if slots else []
 
-    def _packed(self, packer: Codec, own: list[Tensor]) -> Tensor:
+    def _packed(self, packer: Codec, tokens: list[Tensor]) -> Tensor:
         """The message of this rank's tokens."""
         if not isinstance(packer, Int4):
-            return packer.encode(packer.together(own))
+            return packer.encode(packer.together(tokens))
         if self._shown is None:
             # Nothing was ever sent: others have zeros.
-            self._shown = one_after_other(own).zero_()
+            self._shown = one_after_other(tokens).zero_()
             for rank, slots in enumerate(self._slots):
                 for slot in slots if rank != self._ring.rank else ():
                     slot.zero_()
         # The next difference includes what rounding has left out.
-        return packer.encode_new(packer.new(own, self._shown), self._shown)
+        return packer.encode_new(packer.new(tokens, self._shown), self._shown)
 
     def arrive(self) -> None:
         """Wait for the posted messages, if pending."""

@@ -284,16 +284,16 @@ class TensorParallel:
 
     def spread(self) -> set[int]:
         """Ids of the parameters that are this rank's slices at the moment. Adapters are whole until the next call."""
-        found: set[int] = set()
+        ids: set[int] = set()
         for site in self.plan.sites:
             base = self._base(site)
             # Of a slice that was quantised since, the parts it is kept in.
             quantised = site.kind != "norm" and "weight" not in base._parameters
-            found.update(map(id, base.parameters() if quantised else (p for p, _ in _base_parameters(site, base))))
+            ids.update(map(id, base.parameters() if quantised else (p for p, _ in _base_parameters(site, base))))
         for site, outer in self._linears():
             parameters = _adapter_parameters(site, outer)
-            found.update(id(p) for p, dim in parameters if dim is None or p.shape[dim] != site.cut.total)
-        return found
+            ids.update(id(p) for p, dim in parameters if dim is None or p.shape[dim] != site.cut.total)
+        return ids
 
     def whole_shapes(self) -> dict[Tensor, torch.Size]:
         """The whole shapes of the weights of which this rank holds a slice."""
@@ -338,14 +338,14 @@ def _norm_over_ranks(norm: nn.Module, link: Link) -> Callable[[Tensor], Tensor]:
 
 def already_cut(model: nn.Module, degree: int) -> set[str]:
     """Names of parameters that hold one rank's slice, as `ditmesh.load` leaves them."""
-    found: set[str] = set()
+    names: set[str] = set()
     for site in plan_slices(model, degree).sites:
         base = base_layer_of(model.get_submodule(site.path))
         weight = base._parameters.get("weight")
         if weight is not None and shape_of(weight)[site.dim] != site.cut.total:
             # With the weight its bias is cut too, or zero on all ranks but one.
-            found.update(f"{site.path}.{name}" for name in ("weight", "bias") if base._parameters.get(name) is not None)
-    return found
+            names.update(f"{site.path}.{name}" for name in ("weight", "bias") if base._parameters.get(name) is not None)
+    return names
 
 
 def _base_parameters(site: Site, base: nn.Module) -> Iterator[tuple[nn.Parameter, int | None]]:

@@ -90,7 +90,7 @@ def plan_slices(model: nn.Module, degree: int, rules: Sequence[Rule] = SLICE_RUL
         InputError: a linear that should be cut does not hold a plain weight (it is quantised, say), or has an
             unexpected size.
     """
-    made = TensorPlan()
+    plan = TensorPlan()
     modules = dict(model.named_modules())
     claimed: set[str] = set()
     blocks = {path: module for path, module in modules.items() if not _inside_adapter(path)}
@@ -98,10 +98,10 @@ def plan_slices(model: nn.Module, degree: int, rules: Sequence[Rule] = SLICE_RUL
     for rule in rules:
         for path, module in blocks.items():
             if path not in claimed and rule.fits(partial(_linear_at, module), module._modules) and _wired(rule, module):
-                _apply(made, rule, path, module, degree, claimed)
+                _apply(plan, rule, path, module, degree, claimed)
     order = {path: index for index, path in enumerate(modules)}
-    made.sites.sort(key=lambda site: order[site.path])
-    return made
+    plan.sites.sort(key=lambda site: order[site.path])
+    return plan
 
 
 def plan_encoder(model: nn.Module, degree: int) -> TensorPlan:
@@ -122,19 +122,19 @@ def plan_encoder(model: nn.Module, degree: int) -> TensorPlan:
     return plan
 
 
-def _apply(made: TensorPlan, rule: Rule, path: str, module: nn.Module, degree: int, claimed: set[str]) -> None:
+def _apply(plan: TensorPlan, rule: Rule, path: str, module: nn.Module, degree: int, claimed: set[str]) -> None:
     """Record the slices of a module that a rule fits."""
     claimed.add(path)
     for name in rule.gathered:
         linear = _linear_at(module, name)
         if linear is not None and linear.out_features >= linear.in_features:
-            made.sites.append(Site(_join(path, name), "gathered", _hidden_cut(linear.out_features, degree)))
+            plan.sites.append(Site(_join(path, name), "gathered", _hidden_cut(linear.out_features, degree)))
     if rule.gathered:
         return
     attention_path = _join(path, rule.attention or "")
     attention = None if rule.attention is None else _child(module, rule.attention)
     widths = {} if attention is None else _head_cuts(attention, attention_path, degree)
-    _apply_rows(made, rule, path, module, widths, degree)
+    _apply_rows(plan, rule, path, module, widths, degree)
     for name, parts in rule.column.items():
         linear = _linear_at(module, name)
         if linear is None:
@@ -144,27 +144,27 @@ def _apply(made: TensorPlan, rule: Rule, path: str, module: nn.Module, degree: i
         repeats = max(1, linear.out_features // cut.total) if rule.gated else 1
         cut = Partition(cut.blocks * repeats)
         _expect(path, name, linear.out_features, cut.total, "output", rule)
-        made.sites.append(Site(_join(path, name), "column", cut))
+        plan.sites.append(Site(_join(path, name), "column", cut))
     holders = {path: module}
     if attention is None:
-        made.unknown += _whole_parameters(made, path, module)
+        plan.unknown += _whole_parameters(plan, path, module)
     else:
         _refuse_unknown(rule, module, attention_path, attention, widths["queries"].total)
-        _cut_attention(made, attention_path, attention, widths)
+        _cut_attention(plan, attention_path, attention, widths)
         claimed.add(attention_path)
-        for name in _whole_parameters(made, attention_path, attention):
+        for name in _whole_parameters(plan, attention_path, attention):
             normed = name.removeprefix(f"{attention_path}.").split(".")[0] in NORMS
-            (made.between if normed else made.unknown).append(name)
+            (plan.between if normed else plan.unknown).append(name)
         holders[attention_path] = attention
     for holder_path, holder in holders.items():
         for name, width in ATTRIBUTES.items():
             value = vars(holder).get(name)
             if width in widths and type(value) is int and value == widths[width].total:
-                made.attributes.append((holder_path, name, widths[width].lengths))
+                plan.attributes.append((holder_path, name, widths[width].lengths))
 
 
 def _apply_rows(
-    made: TensorPlan, rule: Rule, path: str, module: nn.Module, widths: dict[str, Partition], degree: int
+    plan: TensorPlan, rule: Rule, path: str, module: nn.Module, widths: dict[str, Partition], degree: int
 ) -> None:
     """Record row-split weights, and add widths that only these layers show."""
     for name, parts in rule.row.items():
@@ -178,7 +178,7 @@ def _apply_rows(
             widths[missing[0]] = _hidden_cut(rest, degree)
         cut = _packed(parts, widths)
         _expect(path, name, linear.in_features, cut.total, "input", rule)
-        made.sites.append(Site(_join(path, name), "row", cut))
+        plan.sites.append(Site(_join(path, name), "row", cut))
 
 
 def _refuse_unknown(rule: Rule, module: nn.Module, path: str, attention: nn.Module, queries: int) -> None:
@@ -216,7 +216,7 @@ def _whole_parameters(made: TensorPlan, path: str, module: nn.Module) -> list[st
     return [name for name in (_join(path, own) for own, _ in module.named_parameters()) if not name.startswith(sites)]
 
 
-def _cut_attention(made: TensorPlan, path: str, attention: nn.Module, widths: dict[str, Partition]) -> None:
+def _cut_attention(plan: TensorPlan, path: str, attention: nn.Module, widths: dict[str, Partition]) -> None:
     """Note the norms over all heads, and the positional tables, of an attention."""
     for name, width in NORMS.items():
         norm = _child(attention, name)
@@ -226,13 +226,13 @@ def _cut_attention(made: TensorPlan, path: str, attention: nn.Module, widths: di
                     f"{_join(path, name)} ({type(norm).__name__}) averages over all heads; tensor "
                     "parallelism knows RMS norms there only. Use ulysses or ring for this model"
                 )
-            made.sites.append(Site(_join(path, name), "norm", widths[width]))
+            plan.sites.append(Site(_join(path, name), "norm", widths[width]))
     distances = attention._modules.get("relative_attention_bias")
     if isinstance(distances, nn.Embedding):
-        made.sites.append(Site(_join(path, "relative_attention_bias"), "table", widths["heads"]))
+        plan.sites.append(Site(_join(path, "relative_attention_bias"), "table", widths["heads"]))
     for table in known_tables():
         if table.kind == library_name(attention):
-            made.tables.append((path, table, widths[table.width]))
+            plan.tables.append((path, table, widths[table.width]))
 
 
 def _wired(rule: Rule, module: nn.Module) -> bool:
