@@ -79,32 +79,32 @@ def _follows(ran: RecordedBlock, path: str, value: Tensor, place: int, dim: int)
 def _along_one(ran: RecordedBlock, streams: tuple[Stream, ...]) -> Fold | None:
     """The tokens of the main stream, which need not be folded."""
     try:
-        found = streams or block_facts(ran.fresh(), streams).streams
+        streams = streams or block_facts(ran.fresh(), streams).streams
     except Exception as error:
         error_line(error)
         return None
-    if not found or not isinstance(ran.leaves.get(found[0].arg), Tensor) or not found[0].returned:
+    if not streams or not isinstance(ran.leaves.get(streams[0].arg), Tensor) or not streams[0].returned:
         return None
-    return Fold(found[0].arg, found[0].dim, 1, (found[0].out or 0,))
+    return Fold(streams[0].arg, streams[0].dim, 1, (streams[0].out or 0,))
 
 
 def _beside(ran: RecordedBlock, main: Fold) -> list[Fold]:
     """Other arguments that follow the tokens along several dimensions, or with an entry for several tokens."""
     tokens = ran.leaves[main.arg]
     shape = tuple(tokens.shape[main.dim : main.dim + main.axes])
-    found = []
+    folds = []
     for path, value in ran.leaves.items():
         if path == main.arg or not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         if main.axes > 1 and value.dim() == tokens.dim():
             own = tuple(value.shape[main.dim : main.dim + main.axes])
             if prod(own) > 1 and all(mine in (1, whole) for mine, whole in zip(own, shape, strict=True)):
-                found.append(Fold(path, main.dim, main.axes))
+                folds.append(Fold(path, main.dim, main.axes))
                 continue
         dim = next((d for d, size in enumerate(value.shape) if _for_several(ran, main, path, value, d, size)), None)
         if dim is not None:
-            found.append(Fold(path, dim, 1))
-    return found
+            folds.append(Fold(path, dim, 1))
+    return folds
 
 
 def _for_several(ran: RecordedBlock, main: Fold, path: str, value: Tensor, dim: int, size: int) -> bool:

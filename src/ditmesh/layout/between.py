@@ -110,28 +110,28 @@ class IdentityBlocks:
             output = self._run(**fresh(self.call if call is None else call))
         return self.given, output
 
-    def _identity(self, one: BlockOutputForm, block: nn.Module, edit: Edit | None) -> Callable[..., Any]:
-        names, region = parameter_names(type(block).forward), self.region[one.site]
+    def _identity(self, form: BlockOutputForm, block: nn.Module, edit: Edit | None) -> Callable[..., Any]:
+        names, region = parameter_names(type(block).forward), self.region[form.site]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            arguments, here = Arguments(names, args, kwargs), self.given.setdefault(one.site, {})
+            arguments, values = Arguments(names, args, kwargs), self.given.setdefault(form.site, {})
             passed = arguments.copy()
             folding = self._folded(region, arguments)
             for cut in region.cuts:
                 if isinstance(value := arguments.get(cut.arg), Tensor) and cut.ndim in (None, value.dim()):
-                    here[f".{cut.arg}"] = value
-            results: list[Any] = [one.others.get(position) for position in range(one.count)]
+                    values[f".{cut.arg}"] = value
+            results: list[Any] = [form.others.get(position) for position in range(form.count)]
             for stream in region.streams:
-                if stream.returned and (stream.out or 0) < one.count and (stream.out or 0) not in one.others:
+                if stream.returned and (stream.out or 0) < form.count and (stream.out or 0) not in form.others:
                     value = arguments.get(stream.arg)
                     # As it is now: the model may write to it between blocks.
-                    here[stream.name] = value.clone()
-                    given = self.handed.setdefault(one.site, {})[stream.name] = passed.get(stream.arg)
-                    returned = edit(one.site, stream.name, value) if edit else value
+                    values[stream.name] = value.clone()
+                    given = self.handed.setdefault(form.site, {})[stream.name] = passed.get(stream.arg)
+                    returned = edit(form.site, stream.name, value) if edit else value
                     # A tensor that nothing was done to is the very tensor.
                     edited = returned if folding is None else folding.unfolded(stream.arg, returned)
                     results[stream.out or 0] = given if returned is value else edited
-            return results[0] if one.single else tuple(results)
+            return results[0] if form.single else tuple(results)
 
         return forward
 
@@ -174,13 +174,13 @@ def examine(skeleton: IdentityBlocks, regions: Sequence[Region]) -> tuple[list[R
     seen: list[Region] = []
     for run in map(_ListsInOne, [skeleton] * len(runs), runs):
         cuts = list(run.added())
-        own = run.on_own_tokens(cuts)
-        if own is None:
+        split_regions = run.on_own_tokens(cuts)
+        if split_regions is None:
             seen += [replace(region, alone=True, chained=False) for region in run.regions]
             continue
         added += [(run.regions[0].blocks, cut) for cut in cuts]
         # A tensor that is handed on as it is need not be gathered between two lists; any other is.
-        seen += own if cuts else [_chained(region, skeleton, before, handed) for region in own]
+        seen += split_regions if cuts else [_chained(region, skeleton, before, handed) for region in split_regions]
     # Blocks of a later list may read what they hand on unread here.
     if not seen[-1].alone:
         seen[-1] = _read_after(skeleton, seen[-1])
@@ -235,11 +235,11 @@ class _ListsInOne:
         """The lists as a rank can run them on its own tokens; None: it needs all tokens between blocks."""
         beside = [stream.name for stream in self.regions[0].streams[1:] if not stream.replicate]
         # As it is; with the streams beside the first whole on every rank.
-        for whole in ([], beside) if beside else ([],):
+        for replicas in ([], beside) if beside else ([],):
             trial = [
                 replace(
                     region,
-                    streams=tuple(replace(s, replicate=s.replicate or s.name in whole) for s in region.streams),
+                    streams=tuple(replace(s, replicate=s.replicate or s.name in replicas) for s in region.streams),
                 )
                 for region in self.regions
             ]
@@ -277,15 +277,15 @@ class _ListsInOne:
             )
         dims |= {f".{cut.arg}": cut.dim for cut in region.cuts}
         for site in self.sites[1:]:
-            for name, whole in self.before[site].items():
+            for name, reference in self.before[site].items():
                 value = self.skeleton.given.get(site, {}).get(name)
                 if value is None:
                     return False
                 if name.startswith("."):
-                    if value.shape == whole.shape:
+                    if value.shape == reference.shape:
                         continue
                     local.add(name[1:])
-                expected = _share(whole, dims[name], rank) if name in dims else whole
+                expected = _share(reference, dims[name], rank) if name in dims else reference
                 if value.shape != expected.shape or off_by(value, expected) > tolerance(expected):
                     return False
         return True

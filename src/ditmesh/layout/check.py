@@ -138,34 +138,34 @@ class _RankCheck:
         before, output = mixer.calls[number]
         leaf = facts.leaves.get(mixer.path, Leaf(mixer.path, "gathered", dim=mixer.dim, stream=stream.name))
         given = dict(arguments.leaves())
-        for path, whole in before.leaves():
-            here = given.get(path)
-            if not isinstance(whole, Tensor) or not isinstance(here, Tensor) or whole.shape == here.shape:
+        for path, tensor in before.leaves():
+            part = given.get(path)
+            if not isinstance(tensor, Tensor) or not isinstance(part, Tensor) or tensor.shape == part.shape:
                 continue
-            dims = [d for d, (a, b) in enumerate(zip(whole.shape, here.shape, strict=False)) if a != b]
-            if len(dims) != 1 or whole.shape[dims[0]] != length_of(self.block, stream):
+            dims = [d for d, (a, b) in enumerate(zip(tensor.shape, part.shape, strict=False)) if a != b]
+            if len(dims) != 1 or tensor.shape[dims[0]] != length_of(self.block, stream):
                 raise LayoutError(f"{site}: {mixer.path} mixes tokens that its argument {path!r} holds in another way")
-            self._compare(f"{path!r} of {mixer.path}", here, self._part(whole, dims[0], stream.name))
+            self._compare(f"{path!r} of {mixer.path}", part, self._part(tensor, dims[0], stream.name))
             if (path, dims[0]) not in leaf.args:
                 leaf = replace(leaf, args=(*leaf.args, (path, dims[0])))
         facts.leaves[mixer.path] = leaf
         return tree_map(lambda v: self._part(v, leaf.dim, stream.name) if isinstance(v, Tensor) else v, output)
 
-    def _check_mask(self, number: int, mask: Tensor, whole: Tensor, k: Tensor, call: CallStreams) -> None:
+    def _check_mask(self, number: int, mask: Tensor, full_mask: Tensor, k: Tensor, call: CallStreams) -> None:
         """The mask that a rank hands to attention is the whole one, or its own part along the keys."""
         site = self.block.site
-        whole, mask = (one.reshape((1,) * (4 - one.dim()) + tuple(one.shape)) for one in (whole, mask))
-        expected, keys = whole, whole.shape[3]
+        full_mask, mask = (one.reshape((1,) * (4 - one.dim()) + tuple(one.shape)) for one in (full_mask, mask))
+        expected, keys = full_mask, full_mask.shape[3]
         if mask.shape[3] == keys + self._rows(k, call.keys).shape[2]:
             # diffusers' `prepare_attention_mask` lengthens a mask of all keys; see `attention.masks.whole_keys`.
             mask = mask[..., :keys]
         if mask.shape[3] != keys:
             expected = self._rows(expected.transpose(2, 3), call.keys).transpose(2, 3)
-        if mask.shape[2] != whole.shape[2]:
+        if mask.shape[2] != full_mask.shape[2]:
             if mask.shape[3] != keys:
                 try:
                     # Only from a mask per token the other ranks' part can be built.
-                    per_token(whole)
+                    per_token(full_mask)
                 except LayoutError:
                     raise LayoutError(
                         f"{site}: attention call {number} has a mask over pairs of tokens (is_causal=True, say), "
@@ -175,26 +175,26 @@ class _RankCheck:
         if mask.shape != expected.shape or not torch.equal(mask, expected):
             raise LayoutError(
                 f"{site}: with some of its tokens it hands attention call {number} a mask {tuple(mask.shape)}, "
-                f"which is neither {tuple(whole.shape)} nor a part of it; {WAY_OUT}"
+                f"which is neither {tuple(full_mask.shape)} nor a part of it; {WAY_OUT}"
             )
 
-    def _rows(self, whole: Tensor, rows: Mapping[str, TokenRows]) -> Tensor:
+    def _rows(self, tensor: Tensor, rows: Mapping[str, TokenRows]) -> Tensor:
         pieces = []
         for name in sorted(rows, key=lambda name: rows[name].start):
-            found, own = rows[name], self.tokens.select((name,))
+            span, own = rows[name], self.tokens.select((name,))
             start, length = own.places(self.rank)[0]
-            if found.length < own.total:
+            if span.length < own.total:
                 # Padding is left out: every rank has the remaining tokens.
-                start, length = 0, found.length
-            pieces.append(whole.narrow(2, found.start + start, length))
+                start, length = 0, span.length
+            pieces.append(tensor.narrow(2, span.start + start, length))
         return torch.cat(pieces, 2)
 
-    def _compare(self, what: str, here: Any, expected: Tensor) -> None:
-        if not isinstance(here, Tensor) or here.shape != expected.shape:
-            shape = tuple(here.shape) if isinstance(here, Tensor) else type(here).__name__
+    def _compare(self, what: str, value: Any, expected: Tensor) -> None:
+        if not isinstance(value, Tensor) or value.shape != expected.shape:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             problem = f"are {shape} instead of {tuple(expected.shape)}"
         else:
-            error = off_by(here, expected)
+            error = off_by(value, expected)
             if error <= tolerance(expected):
                 return
             problem = f"are off by {error:.2g} of the largest"

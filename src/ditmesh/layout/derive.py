@@ -172,7 +172,7 @@ class _Observer:
             )
 
     def _look(self, ran: RecordedBlock, path: str, sources: Mapping[str, str]) -> None:
-        site, made = ran.site, ran.results
+        site, results = ran.site, ran.results
         before = self.seen[path][-1][1].streams if self.seen[path] else ()
         if path not in self.folds:
             self.folds[path] = folds_of(ran, before)
@@ -195,7 +195,7 @@ class _Observer:
             for p, v in ran.leaves.items()
         )
         self.seen[path].append((site, facts, kinds))
-        for value in made:
+        for value in results:
             if isinstance(value, Tensor):
                 self._made_by[id(value)] = (weakref.ref(value), _version(value), site)
 
@@ -458,8 +458,8 @@ def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
     attention: tuple[Attention, ...] = ()
     cuts: dict[str, Cut] = {}
     counts: dict[str, Count] = {}
-    whole: dict[str, None] = {}
-    known: dict[tuple[str, str, int], None] = {}
+    whole_arguments: dict[str, None] = {}
+    all_kinds: dict[tuple[str, str, int], None] = {}
     leaves: dict[str, Leaf] = {}
     local, folds = observer.local[path], observer.folds.get(path, ())
     for site, facts, kinds in seen:
@@ -482,8 +482,8 @@ def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
                 raise LayoutError(
                     f"{site}: {module} mixes tokens in another way than in the blocks before it; {WAY_OUT}"
                 )
-        whole.update(dict.fromkeys(arg for arg in facts.whole if arg not in local))
-        known.update(dict.fromkeys(kinds))
+        whole_arguments.update(dict.fromkeys(arg for arg in facts.whole if arg not in local))
+        all_kinds.update(dict.fromkeys(kinds))
     last = next(one for one in observer.ran if one.site == seen[-1][0])
     streams = tuple(
         replace(
@@ -493,7 +493,7 @@ def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
         )
         for n, s in enumerate(first.streams)
     )
-    both = [arg for arg in whole if arg in cuts]
+    both = [arg for arg in whole_arguments if arg in cuts]
     if both:
         raise LayoutError(f"{path}: {both[0]!r} follows the tokens in some blocks only; {WAY_OUT}")
     return Region(
@@ -501,11 +501,11 @@ def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
         streams,
         attention,
         tuple(cuts.values()),
-        tuple(whole),
+        tuple(whole_arguments),
         local=tuple(local),
         counts=tuple(counts.values()),
         leaves=tuple(leaves.values()),
-        known=tuple(known),
+        known=tuple(all_kinds),
         written=tuple(observer.written[path]),
         folds=folds,
     )
@@ -584,20 +584,20 @@ def _batch(
         return samples < 2 or all(_row_holds(call, samples, n, guess, run, output) for n in (samples - 1, 0))
 
     guesses = list(dict.fromkeys(_guesses(call, parameters, tensors, samples)))
-    found = next(filter(holds, guesses), None)
-    if found is None:
+    choice = next(filter(holds, guesses), None)
+    if choice is None:
         # Tensors with as many entries as there are samples, which are no samples: tokens, layers.
         dims = _without_rows(call, {p: v for p, v in tensors.items() if len(v) == samples}, samples, run, output)
         more = [
             replace(
-                one,
-                unbatched=(*one.unbatched, *(p for p in dims if not _covered(p, (*one.unbatched, *one.listed)))),
-                batched=(*one.batched, *((p, d) for p, d in dims.items() if d is not None)),
+                guess,
+                unbatched=(*guess.unbatched, *(p for p in dims if not _covered(p, (*guess.unbatched, *guess.listed)))),
+                batched=(*guess.batched, *((p, d) for p, d in dims.items() if d is not None)),
             )
-            for one in (guesses if dims else ())
+            for guess in (guesses if dims else ())
         ]
-        found = next(filter(holds, dict.fromkeys(more)), None)
-    return asdict(found or replace(guesses[0], rows=False))
+        choice = next(filter(holds, dict.fromkeys(more)), None)
+    return asdict(choice or replace(guesses[0], rows=False))
 
 
 def _guesses(
@@ -658,27 +658,27 @@ def _without_rows(
         pairs = [(n, pair) for n in range(samples) for pair in zip(_row(output, n), _row(after, n), strict=False)]
         return {n for n, (old, new) in pairs if (changed := differs(new, old)) is not None and changed.any()}
 
-    found: dict[str, int | None] = {}
+    dims: dict[str, int | None] = {}
     for path, value in tensors.items():
         if not rows_of(path, 0) <= {samples - 1}:
             others = [dim for dim in range(1, value.dim()) if value.shape[dim] == samples]
-            found[path] = next((dim for dim in others if rows_of(path, dim) == {samples - 1}), None)
-    return found
+            dims[path] = next((dim for dim in others if rows_of(path, dim) == {samples - 1}), None)
+    return dims
 
 
 def _row_holds(
-    call: Mapping[str, Any], samples: int, number: int, found: _RowArguments, run: Callable[..., Any], output: Any
+    call: Mapping[str, Any], samples: int, number: int, guess: _RowArguments, run: Callable[..., Any], output: Any
 ) -> bool:
     arguments = Arguments((), (), fresh(dict(call)))
-    dims = dict(found.batched)
-    for name in found.listed:
+    dims = dict(guess.batched)
+    for name in guess.listed:
         arguments.set(name, arguments.get(name)[number : number + 1])
     for path, value in Arguments((), (), dict(call)).leaves():
         if not isinstance(value, Tensor) or not value.dim():
             continue
         if path in dims:
             arguments.set(path, value.narrow(dims[path], number, 1))
-        elif not _covered(path, (*found.unbatched, *found.listed)):
+        elif not _covered(path, (*guess.unbatched, *guess.listed)):
             each = len(value) // samples
             arguments.set(path, value[number * each : (number + 1) * each])
     try:

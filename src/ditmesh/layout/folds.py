@@ -57,30 +57,30 @@ class Folding:
             if isinstance(value, Tensor):
                 arguments.set(one.arg, self._folded(one, value))
 
-    def _folded(self, one: Fold, value: Tensor) -> Tensor:
-        if one is self.folds[0]:
-            return value.flatten(one.dim, one.dim + one.axes - 1)
-        key = (id(value), one.arg)
+    def _folded(self, fold: Fold, value: Tensor) -> Tensor:
+        if fold is self.folds[0]:
+            return value.flatten(fold.dim, fold.dim + fold.axes - 1)
+        key = (id(value), fold.arg)
         if key not in self._made:
-            self._made[key] = (value, self._by_token(one, value))
+            self._made[key] = (value, self._by_token(fold, value))
         return self._made[key][1]
 
-    def _by_token(self, one: Fold, value: Tensor) -> Tensor:
-        if one.axes > 1:
-            behind = one.dim + one.axes
-            if prod(value.shape[one.dim : behind]) == 1:
-                return value.flatten(one.dim, behind - 1)
-            whole = value.expand(*value.shape[: one.dim], *self.shape, *value.shape[behind:])
-            return whole.flatten(one.dim, behind - 1)
-        entries = value.shape[one.dim]
+    def _by_token(self, fold: Fold, value: Tensor) -> Tensor:
+        if fold.axes > 1:
+            behind = fold.dim + fold.axes
+            if prod(value.shape[fold.dim : behind]) == 1:
+                return value.flatten(fold.dim, behind - 1)
+            whole = value.expand(*value.shape[: fold.dim], *self.shape, *value.shape[behind:])
+            return whole.flatten(fold.dim, behind - 1)
+        entries = value.shape[fold.dim]
         if entries in (1, self.tokens):
             return value
         if self.tokens % entries:
             raise LayoutError(
-                f"{one.arg!r} has {entries} entries along dimension {one.dim}, which are to be for as many of the "
+                f"{fold.arg!r} has {entries} entries along dimension {fold.dim}, which are to be for as many of the "
                 f"{self.tokens} tokens each"
             )
-        return value.repeat_interleave(self.tokens // entries, one.dim)
+        return value.repeat_interleave(self.tokens // entries, fold.dim)
 
     def unfold(self, arguments: Arguments) -> None:
         """Give folded arguments the number of dimensions that the block expects."""

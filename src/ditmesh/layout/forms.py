@@ -295,18 +295,18 @@ class Forms:
             raise LayoutError(f"{what}, which {self._fixed} cannot take up; leave it out, or use ulysses or ring")
         try:
             named = dict(zip(arguments.names, arguments.args, strict=False)) | arguments.kwargs
-            found = self._look(named)
+            layout = self._look(named)
         except LayoutError as error:
             raise LayoutError(f"{what}; none could be derived from this call: {error}") from error
-        if self._fixed and (_essence(found) != _essence(base) or found.residuals):
+        if self._fixed and (_essence(layout) != _essence(base) or layout.residuals):
             raise LayoutError(
                 f"{what}; this call needs another, which {self._fixed} cannot take up any more; {WAY_OUT}"
             )
-        for region, old in zip(found.regions, base.regions, strict=True):
+        for region, old in zip(layout.regions, base.regions, strict=True):
             if region.leaves != old.leaves:
                 names = ", ".join(leaf.module for leaf in region.leaves) or "no module"
                 raise LayoutError(f"{what}; this call mixes tokens in {names} of {region.blocks}; {WAY_OUT}")
-        return replace(base, **{name: getattr(found, name) for name in _DERIVED})
+        return replace(base, **{name: getattr(layout, name) for name in _DERIVED})
 
 
 def gathered_everywhere(layout: TokenLayout) -> TokenLayout:

@@ -94,13 +94,13 @@ class LeftBehind:
             return ""
         # Tables that only depend on how many tokens there are may be kept.
         leaves = self._block.leaves
-        tokens = {one.arg: torch.full_like(leaves[one.arg], torch.nan) for one in self._streams}
+        tokens = {stream.arg: torch.full_like(leaves[stream.arg], torch.nan) for stream in self._streams}
         with Traces(leaf for leaf in leaves.values() if isinstance(leaf, Tensor)) as traces:
             self._block.again(tokens, computed)
         # An object in a circle of references is on its way out.
         gc.collect()
         given = [*leaves.values(), *tokens.values()]
-        kept = [one for one in traces.kept(v for v in given if isinstance(v, Tensor)) if one.isnan().any()]
+        kept = [tensor for tensor in traces.kept(v for v in given if isinstance(v, Tensor)) if tensor.isnan().any()]
         found = place_of(model, kept, "something outside of the model's modules") if kept else ""
         # The attributes that it keeps are to be as they were.
         self._block.again({}, computed)

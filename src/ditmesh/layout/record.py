@@ -146,17 +146,17 @@ class RecordedBlock:
         arguments, folding = self.arguments.copy(), Folding(folds)
         folding.fold(arguments)
         output = folding.fold_output(self._output)
-        made = RecordedBlock(self.site, self.module, arguments, output, self.asked, self.written, folding)
+        block = RecordedBlock(self.site, self.module, arguments, output, self.asked, self.written, folding)
         # Its last bits may be others than those of the block with all entries in their own shape.
-        again, made.asked = made.again({}, computed)
-        for new, old in zip(again, made.results, strict=True):
+        again, block.asked = block.again({}, computed)
+        for new, old in zip(again, block.results, strict=True):
             if isinstance(old, Tensor) and not (new.shape == old.shape and off_by(new, old) <= tolerance(old)):
                 raise LayoutError(
                     f"{self.site} computes something else when all its tokens stand along one dimension of "
                     f"{folds[0].arg!r}, so that a rank could not have some of them; {WAY_OUT}"
                 )
-        made.results = again
-        return made
+        block.results = again
+        return block
 
     @property
     def form(self) -> Any:
@@ -218,14 +218,14 @@ class RecordedBlock:
         mixer = MixingModule(path, arg, dim)
         self.mixers.append(mixer)
 
-        def noted(one: MixingModule, number: int, arguments: Arguments, forward: Callable[..., Any]) -> Any:
-            if one is not mixer:
-                return _remembered(one, number, arguments, forward)
+        def noted(module: MixingModule, number: int, arguments: Arguments, forward: Callable[..., Any]) -> Any:
+            if module is not mixer:
+                return _remembered(module, number, arguments, forward)
             given = Arguments(arguments.names, _copied(tuple(arguments.args)), _copied(arguments.kwargs))
             # Attention in there is the module's own business.
             with intercept.handled_by(None):
                 output = forward(*arguments.args, **arguments.kwargs)
-            one.calls.append((given, _copied(output)))
+            module.calls.append((given, _copied(output)))
             return output
 
         _, self.asked = self.again({}, computed, noted)

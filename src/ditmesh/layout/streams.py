@@ -123,28 +123,28 @@ def _text_kept_whole(calls: list[CallStreams], main: str, lengths: Mapping[str, 
 
     Such attention calls are emptied: they mix no tokens that are cut.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for call in calls:
         if _shortened(call.keys, lengths) and main not in call.keys and [*call.queries] == [main]:
-            found |= call.keys.keys()
+            names |= call.keys.keys()
             call.queries.clear()
             call.keys.clear()
-    return found
+    return names
 
 
 def _padded_streams(block: RecordedBlock, calls: list[CallStreams], main: str, lengths: Mapping[str, int]) -> set[str]:
     """Streams of which attention calls leave out padding."""
     calls = [call for call in calls if call.keys]
-    found = {name for call in calls for rows in (call.queries, call.keys) for name in _shortened(rows, lengths)}
+    names = {name for call in calls for rows in (call.queries, call.keys) for name in _shortened(rows, lengths)}
     places = {(name, rows.start, rows.length) for call in calls for name, rows in call.keys.items()}
     apart = {asked.q.shape[0] for asked in block.asked} == {1} and len(block.asked) > 1
     several = len({name for name, *_ in places}) < len(places)
-    if main in found or (found and several and not apart):
+    if main in names or (names and several and not apart):
         raise LayoutError(
-            f"{block.site}: its attention calls take some of the tokens of {' and '.join(sorted(found))} each, which "
+            f"{block.site}: its attention calls take some of the tokens of {' and '.join(sorted(names))} each, which "
             f"no rank can do with a part of them; {WAY_OUT}"
         )
-    return found
+    return names
 
 
 def length_of(block: RecordedBlock, stream: Stream) -> int:
@@ -155,18 +155,18 @@ def _find_token_streams(block: RecordedBlock, before: tuple[Stream, ...]) -> tup
     """Arguments that come back, token by token; and those that did in the block before, and here nothing does."""
     if before and _as_before(block, before):
         return tuple(stream for stream in before if stream.returned)
-    found: list[Stream] = []
+    streams: list[Stream] = []
     for position, result in enumerate(block.results):
         if not isinstance(result, Tensor) or result.dim() < 2 or not result.is_floating_point():
             continue
         for path, value in block.leaves.items():
-            if not isinstance(value, Tensor) or "." in path or any(path == stream.arg for stream in found):
+            if not isinstance(value, Tensor) or "." in path or any(path == stream.arg for stream in streams):
                 continue
             alike = value.shape == result.shape and value.dtype == result.dtype
             if alike and (dim := _token_dim(block, path, value, position)) is not None:
-                found.append(Stream(path, path, None if block.single else position, dim))
+                streams.append(Stream(path, path, None if block.single else position, dim))
                 break
-    return _named(block, found)
+    return _named(block, streams)
 
 
 def _as_before(block: RecordedBlock, before: tuple[Stream, ...]) -> bool:
@@ -205,14 +205,14 @@ def _token_dim(block: RecordedBlock, path: str, value: Tensor, position: int) ->
                 other != position and one is not None and one.any() for other, one in enumerate(touched.results)
             ):
                 # Channels touch one another, too: then it is no dimension of tokens.
-                found = _mixing_module(block, edits, places)
-                if found is None:
+                place = _mixing_module(block, edits, places)
+                if place is None:
                     block.note = block.note or (
                         f"{block.site}: tokens of {path!r} change other tokens even when attention's answers are held "
                         f"fixed, so they are mixed by something else ({_mixing_modules(block)})"
                     )
                     break
-                block.mix(found[0], path, found[1])
+                block.mix(place[0], path, place[1])
                 continue
             if any(mixer.arg == path for mixer in block.mixers) or touched.some_queries:
                 return dim
@@ -266,7 +266,7 @@ def _inside(block: RecordedBlock, edits: Mapping[str, Any]) -> list[tuple[str, l
     return calls
 
 
-def _named(block: RecordedBlock, found: list[Stream]) -> tuple[Stream, ...]:
+def _named(block: RecordedBlock, streams: list[Stream]) -> tuple[Stream, ...]:
     """Names for the streams; the first is the image."""
 
     def of_picture(stream: Stream) -> tuple[bool, int]:
@@ -274,7 +274,7 @@ def _named(block: RecordedBlock, found: list[Stream]) -> tuple[Stream, ...]:
         return beside, -length_of(block, stream)
 
     named: list[Stream] = []
-    for stream in sorted(found, key=of_picture):
+    for stream in sorted(streams, key=of_picture):
         sound = "audio" if "audio" in stream.arg and "encoder" not in stream.arg else ""
         name = "image" if not named else sound or "text"
         taken = [other.name for other in named]
@@ -288,30 +288,30 @@ def _find_answered_rows(block: RecordedBlock, streams: tuple[Stream, ...], calls
     def unknown() -> int:
         """Rows of attention calls over tokens of no known stream."""
         pairs = [
-            (rows, there.shape[2])
+            (rows, tensor.shape[2])
             for call, asked in zip(calls, block.asked, strict=True)
-            for rows, there in ((call.queries, asked.q), (call.keys, asked.k))
+            for rows, tensor in ((call.queries, asked.q), (call.keys, asked.k))
             if call.queries or call.keys
         ]
-        return sum(there - sum(found.length for found in rows.values()) for rows, there in pairs)
+        return sum(count - sum(found.length for found in rows.values()) for rows, count in pairs)
 
     left = 0
     while left != (left := unknown()):
         for stream in streams:
             length = length_of(block, stream)
-            known = {n: call.queries[stream.name] for n, call in enumerate(calls) if stream.name in call.queries}
-            known = {number: rows for number, rows in known.items() if rows.length == length}
+            queries = {n: call.queries[stream.name] for n, call in enumerate(calls) if stream.name in call.queries}
+            queries = {number: rows for number, rows in queries.items() if rows.length == length}
 
-            def touched(places: Tensor, known: dict[int, TokenRows] = known) -> Touched:
+            def touched(places: Tensor, queries: dict[int, TokenRows] = queries) -> Touched:
                 answers = {}
-                for number, rows in known.items():
+                for number, rows in queries.items():
                     out = block.asked[number].out
                     there = torch.zeros(out.shape[2], dtype=torch.bool)
                     there[rows.start : rows.start + rows.length] = places
                     answers[number] = with_corrupted(out, 2, there)
                 return block.touched({}, answers=answers)
 
-            if known:
+            if queries:
                 _note_rows(block, stream, calls, touched)
 
 
@@ -338,43 +338,43 @@ def _note_rows(
             where = changed_along(by_all, 2).nonzero().flatten().tolist()
             if not where or stream.name in rows:
                 continue
-            start, there = where[0], len(where)
-            whole = where == list(range(start, start + there))
-            follows = there < length or torch.equal(changed_along(by_some, 2)[start : start + there], places)
-            if not whole or there > length or not follows:
+            start, count = where[0], len(where)
+            whole = where == list(range(start, start + count))
+            follows = count < length or torch.equal(changed_along(by_some, 2)[start : start + count], places)
+            if not whole or count > length or not follows:
                 raise LayoutError(
                     f"{block.site}: the {stream.name} tokens are not a run of the {what} of attention call {number + 1}"
                     + (f"; {block.note}" if block.note else "")
                 )
-            rows[stream.name] = TokenRows(start, there)
+            rows[stream.name] = TokenRows(start, count)
 
 
 def _streams_only_read(block: RecordedBlock, streams: tuple[Stream, ...], calls: list[CallStreams]) -> list[Stream]:
     """Arguments that are attended to beside the streams and do not come back: every rank has them whole."""
-    found: list[Stream] = []
+    read_streams: list[Stream] = []
     for number, call in enumerate(calls):
-        known = torch.zeros(block.asked[number].k.shape[2], dtype=torch.bool)
+        marks = torch.zeros(block.asked[number].k.shape[2], dtype=torch.bool)
         for rows in call.keys.values():
-            known[rows.start : rows.start + rows.length] = True
-        if not call.keys or known.all():
+            marks[rows.start : rows.start + rows.length] = True
+        if not call.keys or marks.all():
             continue
         for path, value in block.leaves.items():
             if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
                 continue
-            if any(path == stream.arg for stream in (*streams, *found)):
+            if any(path == stream.arg for stream in (*streams, *read_streams)):
                 continue
             dim = value.dim() - 2
             everything = torch.ones(value.shape[dim], dtype=torch.bool)
             touched = block.touched({path: with_corrupted(value, dim, everything)})
             where = changed_along(touched.k[number], 2).nonzero().flatten().tolist()
             fits = where and where == list(range(where[0], where[0] + value.shape[dim]))
-            if fits and not known[where].any() and not any(changed_along(r, 0).any() for r in touched.results):
-                name = "text" if all(s.name != "text" for s in (*streams, *found)) else path
+            if fits and not marks[where].any() and not any(changed_along(r, 0).any() for r in touched.results):
+                name = "text" if all(s.name != "text" for s in (*streams, *read_streams)) else path
                 stream = Stream(name, path, None, dim, used_after=False, replicate=True, returned=False)
-                found.append(stream)
+                read_streams.append(stream)
                 _note_rows(block, stream, calls)
                 break
-    return found
+    return read_streams
 
 
 def _other_arguments(block: RecordedBlock, facts: Facts) -> None:
@@ -474,22 +474,22 @@ def _count(block: RecordedBlock, facts: Facts, path: str, value: int) -> Count |
     def changed_by(less: int) -> dict[str, list[int]]:
         """Tokens by stream that change with a number that is so much less."""
         try:
-            found = _tokens(block, facts, block.touched({path: value - less}, local), local)
+            tokens = _tokens(block, facts, block.touched({path: value - less}, local), local)
         except LayoutError:
             raise
         except Exception:
             return {}
-        return {name: hit.nonzero().flatten().tolist() for name, hit in found.items()}
+        return {name: hit.nonzero().flatten().tolist() for name, hit in tokens.items()}
 
-    found = changed_by(1)
-    for name, where in found.items():
+    changes = changed_by(1)
+    for name, where in changes.items():
         first, last = where == [value - 1], where == [sizes[name] - value]
         if first and last:
             # The one in the middle; then which of its neighbours is the next?
             first = changed_by(2).get(name) == [value - 2, value - 1]
-        if len(found) == 1 and (first or last):
+        if len(changes) == 1 and (first or last):
             return Count(path, name, "first" if first else "last")
-    if found:
+    if changes:
         return None
     whole = [name for name, size in sizes.items() if size == value]
     return Count(path, whole[0], "all") if len(whole) == 1 else None

@@ -81,13 +81,13 @@ class Shape:
 @cache
 def shapes() -> dict[str, Shape]:
     """The shapes that ship, by name."""
-    found = {}
+    catalogue = {}
     for path in sorted(CONFIGS.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
         data["transformer"], data["size"] = data.pop("class"), tuple(data["size"])
         name = path.name.removesuffix(".json")
-        found[name] = Shape(name=name, **data)
-    return found
+        catalogue[name] = Shape(name=name, **data)
+    return catalogue
 
 
 def shape(name: str) -> Shape:

@@ -116,11 +116,11 @@ def needs(
         _decoding(components, config, workload, dtype),
         _encoding(components, config, workload, dtype, offloaded),
     )
-    found: list[RankNeeds] = []
+    stages: list[RankNeeds] = []
     for stage, one in enumerate(_denoising(components, config, workload, dtype)):
         ranks = config.world_size // config.pipe
-        found.append(RankNeeds(stage, ranks, _phases(components, one, text, vae, ahead, offloaded, process)))
-    return found
+        stages.append(RankNeeds(stage, ranks, _phases(components, one, text, vae, ahead, offloaded, process)))
+    return stages
 
 
 @dataclass(frozen=True)
@@ -139,18 +139,18 @@ class _EncoderMemory:
 
 
 def _phases(
-    components: Components, one: Needs, text: _EncoderMemory, vae: Needs, ahead: Needs, offloaded: bool, process: float
+    components: Components, dit: Needs, text: _EncoderMemory, vae: Needs, ahead: Needs, offloaded: bool, process: float
 ) -> tuple[Phase, ...]:
     """A rank's memory for transformers, text encoders and the VAE."""
     later = text.later - ahead.weights + ahead.kept
-    around = one.weights + (0.0 if offloaded else vae.weights + components.other)
+    around = dit.weights + (0.0 if offloaded else vae.weights + components.other)
     phases = [Phase("load", around + text.loaded, process=process)]
     if components.encoders:
         phases.append(Phase("encode", around + text.encoding, text.activations, process=process))
-    phases.append(Phase("denoise", around + later, one.activations, process=process))
+    phases.append(Phase("denoise", around + later, dit.activations, process=process))
     if components.vae is not None:
         pixels = around + later + offloaded * vae.weights
-        phases.append(Phase("decode", pixels, vae.activations, one.kept, process))
+        phases.append(Phase("decode", pixels, vae.activations, dit.kept, process))
     return tuple(phases)
 
 
@@ -159,14 +159,14 @@ def _encoding(
 ) -> _EncoderMemory:
     """The memory of a rank that encodes."""
     alone, parts = ParallelConfig(), components.encoders.values()
-    whole = [walk_encoder(part.kind, part.settings, alone, workload.text, dtype) for part in parts]
+    single = [walk_encoder(part.kind, part.settings, alone, workload.text, dtype) for part in parts]
     cut = config.text_encoder in ("tensor", "sharded") and config.world_size > 1
     among = _settings(config, "text_encoder", ring=config.world_size)
-    every = [walk_encoder(part.kind, part.settings, among, workload.text, dtype) for part in parts] if cut else whole
+    every = [walk_encoder(part.kind, part.settings, among, workload.text, dtype) for part in parts] if cut else single
     most = max(every, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))
     if offloaded:
         return _EncoderMemory(0.0, most.weights, 0.0, most.activations)
-    loaded, held = (float(sum(each.weights for each in some)) for some in (whole, every))
+    loaded, held = (float(sum(each.weights for each in some)) for some in (single, every))
     later = 0.0 if config.text_encoder == "freed" else held
     return _EncoderMemory(loaded, held, later, most.activations)
 
@@ -229,15 +229,15 @@ def _stages(part: Component, config: ParallelConfig, workload: Workload, dtype: 
         return [denoise(part.kind, part.settings, layout, config, workload, dtype)]
     # In synchronous steps every stage has the whole image, and nothing needs more. Keys of a stage's blocks stay.
     whole = _settings(config, "data", "cfg", "ring", "ulysses", "tensor", "shard", "text", "vae")
-    one = denoise(part.kind, part.settings, layout, whole, workload, dtype)
+    total = denoise(part.kind, part.settings, layout, whole, workload, dtype)
     model = meta_model(part.kind, dict(part.settings))
     order, lengths = kinds_of(model, layout), first_cut(model, layout, config)
     keys = key_bytes(part.kind, part.settings, layout, config, workload, dtype)
-    found = []
+    stages = []
     for stage in range(config.pipe):
         here = [kind for kind, place in zip(order, stage_of(lengths), strict=True) if place == stage]
-        absent = sum(one.blocks[kind] for kind in order) - sum(one.blocks[kind] for kind in here)
+        absent = sum(total.blocks[kind] for kind in order) - sum(total.blocks[kind] for kind in here)
         # Keys that are moved on are kept of two steps.
         own = sum(keys[kind] for kind in here) * (1 + config.predicts_keys)
-        found.append(Needs(one.weights - absent, one.activations + own, own))
-    return found
+        stages.append(Needs(total.weights - absent, total.activations + own, own))
+    return stages

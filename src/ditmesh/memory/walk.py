@@ -86,16 +86,16 @@ def denoise(
 
     once = look([1] * len(counts))
     weights = once.weights + sum((count - 1) * block for count, block in zip(counts, once.blocks, strict=True))
-    activations, kept = once.activations, once.kept
+    activations, state = once.activations, once.kept
     for kind, count in enumerate(counts):
         if count == 1:
             continue
         twice = look([1 + (other == kind) for other in range(len(counts))])
         # The state of a block from step to step exists once per block.
         more = twice.kept - once.kept if keeps_between_steps(RECIPE, config) else 0.0
-        kept += (count - 1) * more
+        state += (count - 1) * more
         activations = max(activations, twice.activations - more)
-    return Needs(weights, activations + kept - once.kept, kept, once.blocks)
+    return Needs(weights, activations + state - once.kept, state, once.blocks)
 
 
 class WithoutValues(TorchFunctionMode):
@@ -330,7 +330,7 @@ def fake_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         exact = exact if dtype == torch.float16 else ()
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     # Weights that several modules share stay one.
-    known: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
     with ExitStack() as undo, warnings.catch_warnings(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
         # A way of calling the model that is not the right one is no news.
@@ -345,11 +345,11 @@ def fake_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                     before.append((held, name, tensor))
                     keeps = any(part in (*path.split("."), name) for part in exact)
                     kind = (torch.float32 if keeps else dtype) if tensor.is_floating_point() else tensor.dtype
-                    if id(tensor) not in known:
+                    if id(tensor) not in fakes:
                         made = torch.empty(tensor.shape, dtype=kind, device="cpu")
                         weight = isinstance(tensor, nn.Parameter)
-                        known[id(tensor)] = nn.Parameter(made, requires_grad=False) if weight else made
-                    held[name] = known[id(tensor)]
+                        fakes[id(tensor)] = nn.Parameter(made, requires_grad=False) if weight else made
+                    held[name] = fakes[id(tensor)]
         try:
             yield
         finally:
@@ -403,11 +403,11 @@ def decode(
     with fake_weights(vae, dtype), manual_collection():
         alive = LiveBytes((*vae.parameters(), *vae.buffers()))
         context = Context(config, phantom_mesh(config), [])
-        wanted: list[type[Strategy]] = [one for one in (DecodedRows, BandedVae) if one.wanted(config)]
+        wanted: list[type[Strategy]] = [cls for cls in (DecodedRows, BandedVae) if cls.wanted(config)]
         pipe = SimpleNamespace(vae=vae)
         try:
             with ExitStack() as undo, alive:
-                strategies = [one(context) for one in wanted]
+                strategies = [cls(context) for cls in wanted]
                 for strategy in strategies:
                     strategy.attach(pipe, undo)
                 for strategy in strategies:

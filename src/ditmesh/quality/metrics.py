@@ -69,14 +69,14 @@ def compare(picture: Any, reference: Any, perceptual: bool = False) -> Differenc
 
 def of_video(frames: Sequence[Difference]) -> Difference:
     """The distances between two videos: PSNR over all values, means over frames for the others."""
-    error = float(np.mean([0.0 if one.psnr is None else 10 ** (-one.psnr / 10) for one in frames]))
-    learned = [one.perceptual for one in frames if one.perceptual is not None]
+    error = float(np.mean([0.0 if frame.psnr is None else 10 ** (-frame.psnr / 10) for frame in frames]))
+    learned = [frame.perceptual for frame in frames if frame.perceptual is not None]
     return Difference(
-        equal=all(one.equal for one in frames),
-        largest=max(one.largest for one in frames),
-        mean=float(np.mean([one.mean for one in frames])),
+        equal=all(frame.equal for frame in frames),
+        largest=max(frame.largest for frame in frames),
+        mean=float(np.mean([frame.mean for frame in frames])),
         psnr=-10 * log10(error) if error else None,
-        ssim=float(np.mean([one.ssim for one in frames])),
+        ssim=float(np.mean([frame.ssim for frame in frames])),
         perceptual=float(np.mean(learned)) if learned else None,
     )
 

@@ -78,21 +78,21 @@ class SentArguments:
 
     def received(self, device: torch.device) -> tuple[Any, list[torch.Generator]]:
         """Unpack sent arguments on a rank, with tensors on ``device``; returns also their generators."""
-        made: dict[int, torch.Generator] = {}
+        generators: dict[int, torch.Generator] = {}
 
         def receive(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value.to(device)
             if not isinstance(value, _Generator):
                 return value
-            if value.place not in made:
+            if value.place not in generators:
                 generator = torch.default_generator if value.default else torch.Generator(value.device)
                 generator.set_state(value.state)
-                made[value.place] = generator
-            return made[value.place]
+                generators[value.place] = generator
+            return generators[value.place]
 
         _, content = tree_map(receive, self._content)
-        return content, [made[place] for place in sorted(made)]
+        return content, [generators[place] for place in sorted(generators)]
 
 
 def on_cpu(tree: Any) -> Any:

@@ -19,14 +19,14 @@ def memory_report(lead: str, ranks: Iterable[Mapping[str, Any]], kinds: Sequence
     report = Report()
     report.text(f"{lead}: GB of every rank; all figures are predicted")
     given = list(ranks)
-    several = len({one["stage"] for one in given}) > 1
-    for one in given:
+    several = len({rank["stage"] for rank in given}) > 1
+    for rank in given:
         rows = []
-        for name, phase in one["phases"].items():
+        for name, phase in rank["phases"].items():
             cells = (name, *(_gigabytes(phase[kind]) for kind in ("total", *kinds)))
-            rows.append([StyledText(cell, "strong" if name == one["peak"] else "") for cell in cells])
-        stage = f"stage {one['stage']}, " if several else ""
-        report.table(("phase", "total", *kinds), rows, f"{stage}{one['ranks']} rank{'s' * (one['ranks'] > 1)}")
+            rows.append([StyledText(cell, "strong" if name == rank["peak"] else "") for cell in cells])
+        stage = f"stage {rank['stage']}, " if several else ""
+        report.table(("phase", "total", *kinds), rows, f"{stage}{rank['ranks']} rank{'s' * (rank['ranks'] > 1)}")
     return report
 
 

@@ -76,13 +76,13 @@ class NoiseObjective:
         """
         times = self.scheduler.timesteps
         # A bound may lie just below a timestep.
-        kept = (times.double() >= lowest) & (times.double() <= highest)
-        if not self._is_flow or not bool(kept.any()):
+        mask = (times.double() >= lowest) & (times.double() <= highest)
+        if not self._is_flow or not bool(mask.any()):
             raise ConfigError(
                 f"objective={self.kind!r} has no timesteps from {lowest:g} to {highest:g} to be trained on"
             )
-        self.scheduler.sigmas = self.scheduler.sigmas[: len(times)][kept]
-        self.scheduler.timesteps = times[kept]
+        self.scheduler.sigmas = self.scheduler.sigmas[: len(times)][mask]
+        self.scheduler.timesteps = times[mask]
 
     def __call__(self, latents: Tensor, generators: Sequence[torch.Generator]) -> NoisyBatch:
         """Add noise.

@@ -121,14 +121,14 @@ class _Validation:
         trainer, config = self._trainer, self._trainer.config
         runner = PipelineRunner(trainer.pipe, trainer.device)
         labelled, length = trainer.family.conditioned_by == "label", config.data.max_sequence_length
-        said: list[Any] = [int(one) if labelled else one for one in config.output.validation_prompts]
+        conditions: list[Any] = [int(one) if labelled else one for one in config.output.validation_prompts]
         side = None if labelled else config.data.resolution
         job = PictureJob(
             model="",
             name="",
             pipeline_class=runner.kind.__name__,
             prompts=config.output.validation_prompts,
-            labels=tuple(said) if labelled else (),
+            labels=tuple(conditions) if labelled else (),
             out="",
             width=side,
             height=side,
@@ -140,11 +140,11 @@ class _Validation:
         if "use_resolution_binning" in runner.parameters:
             # At the resolution of training, not at the nearest one of the published weights.
             more["use_resolution_binning"] = False
-        found: list[Any] = []
+        frames: list[Any] = []
         # One by one, so that an image does not depend on the others.
         for number in range(job.calls):
-            found += runner.run(runner.prepare(job, number, **more))[0].frames
-        pictures = (np.stack(found) * 255).round().clip(0, 255).astype(np.uint8)
+            frames += runner.run(runner.prepare(job, number, **more))[0].frames
+        pictures = (np.stack(frames) * 255).round().clip(0, 255).astype(np.uint8)
         files: dict[str, Path] = {}
         if trainer.speaks:
             from PIL import Image

@@ -114,11 +114,11 @@ class DataSetConfig(SampleSettings):
     @property
     def changes(self) -> dict[str, Any]:
         """The run's settings that are others for this data set."""
-        own = {name: getattr(self, name) for name in self.model_fields_set if name not in ("dir", "weight")}
-        if "resolution" in own:
+        settings = {name: getattr(self, name) for name in self.model_fields_set if name not in ("dir", "weight")}
+        if "resolution" in settings:
             # The run's buckets are of the run's resolution.
-            own.setdefault("aspect_ratio_buckets", None)
-        return {"train_data_dir": self.dir, **own}
+            settings.setdefault("aspect_ratio_buckets", None)
+        return {"train_data_dir": self.dir, **settings}
 
 
 class DataConfig(SampleSettings):

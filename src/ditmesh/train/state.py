@@ -49,18 +49,18 @@ class TrainState:
     def tensors(self) -> dict[str, Any]:
         """The tensors that the next step depends on, whole but for shards. Collective."""
         options = StateDictOptions(ignore_frozen_params=True)
-        whole = self._slices.whole
+        gatherer = self._slices.whole
         optimizer = optimizer_tensors(self._update.optimizer, self._update.named)
         with parts_readable():
             own = get_model_state_dict(self._trained, options=options)
         state: dict[str, Any] = {
-            "model": self._slices.mapped(own, whole),
-            "optimizer": {"state": self._slices.mapped(optimizer, whole)},
+            "model": self._slices.mapped(own, gatherer),
+            "optimizer": {"state": self._slices.mapped(optimizer, gatherer)},
         }
         if self._update.average is not None:
             names = [name for name, p in self._trained.named_parameters() if p.requires_grad]
             state["average"] = self._slices.mapped(
-                dict(zip(names, self._update.average.shadow_params, strict=True)), whole
+                dict(zip(names, self._update.average.shadow_params, strict=True)), gatherer
             )
             state["average_steps"] = torch.tensor(self._update.average.optimization_step)
         return state
@@ -76,15 +76,15 @@ class TrainState:
     def weights(self) -> dict[str, Tensor]:
         """The trained weights by name, whole, on the CPU; nothing on other ranks than the first. Collective."""
         options = StateDictOptions(ignore_frozen_params=self._config.lora is not None)
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         with parts_readable():
             own = get_model_state_dict(self._trained, options=options)
         for name, value in own.items():
             whole = self._slices.whole(name, cast(Tensor, value))
             whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
             if self._mesh.rank == 0:
-                found[name] = whole.detach().to("cpu", copy=True)
-        return found
+                weights[name] = whole.detach().to("cpu", copy=True)
+        return weights
 
     def load(self, checkpoints: Checkpoints, folder: Path, facts: dict[str, Any]) -> int:
         """Read the state of a checkpoint; returns its step. Collective.
@@ -98,8 +98,8 @@ class TrainState:
         names, about = checkpoints.names(folder), facts.get("optimizer", {})
         initialise_state(self._update.optimizer, self._update.named)
         state = self.tensors()
-        own = set(state["model"])
-        here = {f"model.{name}" for name in own}
+        paths = set(state["model"])
+        here = {f"model.{name}" for name in paths}
         there = {name for name in names if name.startswith("model.")}
         for some, where in ((here - there, "not in the checkpoint"), (there - here, "not trained by this run")):
             if some:
@@ -118,13 +118,13 @@ class TrainState:
         state["optimizer"]["state"] = kept
         step = checkpoints.load(folder, state)
         options = StateDictOptions(strict=False, ignore_frozen_params=True)
-        own = self._slices.own
-        set_model_state_dict(self._trained, self._slices.mapped(state["model"], own), options=options)
+        slicer = self._slices.own
+        set_model_state_dict(self._trained, self._slices.mapped(state["model"], slicer), options=options)
         # Learning rate, decay and betas are those of this run.
-        optimizer = self._slices.mapped(state["optimizer"]["state"], own)
+        optimizer = self._slices.mapped(state["optimizer"]["state"], slicer)
         fill_state(self._update.optimizer, self._update.named, optimizer, {} if another else about)
         if self._update.average is not None:
-            average = self._slices.mapped(state["average"], own)
+            average = self._slices.mapped(state["average"], slicer)
             for mine, loaded in zip(self._update.average.shadow_params, average.values(), strict=True):
                 mine.copy_(loaded)
             self._update.average.optimization_step = int(state["average_steps"])

@@ -67,7 +67,7 @@ def sensible(
     """
     most = {"data": images, "cfg": 2 if guided else 1, "tensor": model.heads or 1}
 
-    def whole(*axes: str) -> list[dict[str, int]]:
+    def grids_of(*axes: str) -> list[dict[str, int]]:
         """Degrees of these axes that use all devices, the simplest first."""
         divisors = [n for n in range(1, devices + 1) if devices % n == 0]
         degrees = ([n for n in divisors if n <= most.get(axis, devices)] for axis in axes)
@@ -75,12 +75,12 @@ def sensible(
         return sorted(some, key=lambda grid: (sum(d > 1 for d in grid.values()), [-d for d in grid.values()]))
 
     rings, pipes = (
-        [grid for grid in whole(*axes) if grid[axes[0]] > 1]
+        [grid for grid in grids_of(*axes) if grid[axes[0]] > 1]
         for axes in (("ring", "cfg", "data"), ("pipe", "ulysses", "cfg"))
     )
     settings: list[dict[str, Any]] = [
-        *whole("ulysses", "ring", "cfg", "data", "tensor"),
-        *(grid | {"reproducible": True} for grid in whole("ulysses", "ring", "cfg", "data")),
+        *grids_of("ulysses", "ring", "cfg", "data", "tensor"),
+        *(grid | {"reproducible": True} for grid in grids_of("ulysses", "ring", "cfg", "data")),
         *(grid | {"exchange": exchange} for grid in rings for exchange in ("displaced", "naive")),
         *pipes,
     ]

@@ -58,11 +58,11 @@ class Mean:
 
 def mean(values: Iterable[float | None]) -> Mean:
     """Mean and standard error of the values that are not None."""
-    known = np.array([value for value in values if value is not None], dtype=float)
-    if not known.size:
+    numbers = np.array([value for value in values if value is not None], dtype=float)
+    if not numbers.size:
         return Mean(None, None, 0)
-    error = float(known.std(ddof=1)) / sqrt(known.size) if known.size > 1 else None
-    return Mean(float(known.mean()), error, known.size)
+    error = float(numbers.std(ddof=1)) / sqrt(numbers.size) if numbers.size > 1 else None
+    return Mean(float(numbers.mean()), error, numbers.size)
 
 
 def capped(psnr: float | None) -> float:

@@ -30,28 +30,28 @@ def place_maps(
     values = np.array(tokens, dtype=float)
     rows = np.sqrt((values**2).mean(2))
     count = values.shape[1]
-    found = grid(
+    table = grid(
         {(str(row + 1), str(step + 1)): float(rows[step, row]) for row in range(count) for step in range(len(rows))}
     )
     meet = [f"{count * rank / devices:g}" for rank in range(1, devices)]
-    chart = heat_map(found, f"Error of the prediction by row, {of}", "step", "row of the latents")
+    chart = heat_map(table, f"Error of the prediction by row, {of}", "step", "row of the latents")
     said = f" The ranks' shares meet below {'row' if len(meet) == 1 else 'rows'} {', '.join(meet)}, if they are even."
     report.chart(
         chart, f"{of}: root mean square error of a row of the latents over that of the whole prediction.{said}"
     )
     if not len(stale):
         return
-    whole = np.sqrt((values[list(stale)] ** 2).mean(0))[:, :, None]
-    factor = max(1, MAP_SIDE // max(whole.shape[:2]))
-    large = whole.repeat(factor, 0).repeat(factor, 1)
-    bright = scale_maximum([whole])
+    error = np.sqrt((values[list(stale)] ** 2).mean(0))[:, :, None]
+    factor = max(1, MAP_SIDE // max(error.shape[:2]))
+    large = error.repeat(factor, 0).repeat(factor, 1)
+    bright = scale_maximum([error])
     borders = [rank / devices for rank in range(1, devices)]
     image = Image.fromarray(eight_bits(coloured(large, bright, borders)))
     report.images(
         [
             [
                 GridImage(
-                    image, f"stale steps, largest {number_text(float(whole.max()), 2)}", f"{of}: error by place", bright
+                    image, f"stale steps, largest {number_text(float(error.max()), 2)}", f"{of}: error by place", bright
                 )
             ]
         ],

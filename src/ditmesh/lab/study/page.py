@@ -269,20 +269,20 @@ def _rows_of(results: StudyResults, pair: Pair, folder: Path, asked: tuple[str, 
     exact_file = folder / results.synchronous[(pair.sampler, *asked)]["file"]
     exact, rows = _read(exact_file), []
     for warmup in results.plan.warmups[:ROWS]:
-        found: list[tuple[int, str, Image.Image]] = []
+        pictures: list[tuple[int, str, Image.Image]] = []
         for devices in results.plan.devices:
             for image in results.images((pair.sampler, pair.strategy, devices, warmup)):
                 if (image["prompt"], image["seed"]) == asked:
                     psnr = CAP + 1 if image["psnr"] is None else image["psnr"]
                     over = f"{psnr:.1f} dB" if psnr <= CAP else f"over {CAP:g} dB"
                     caption = f"N = {devices}, {warmup}: {'equal' if image['equal'] else over}"
-                    found.append((devices, caption, _read(folder / image["file"])))
-        if not found:
+                    pictures.append((devices, caption, _read(folder / image["file"])))
+        if not pictures:
             continue
         begin = GridImage(None) if rows else _shown(exact, SYNCHRONOUS, asked[0])
-        apart = [np.abs(as_picture(ours) - as_picture(exact)) for _, _, ours in found]
+        apart = [np.abs(as_picture(ours) - as_picture(exact)) for _, _, ours in pictures]
         bright = scale_maximum(apart)
-        rows.append([begin, *(_shown(ours, caption, asked[0]) for _, caption, ours in found)])
+        rows.append([begin, *(_shown(ours, caption, asked[0]) for _, caption, ours in pictures)])
         # Frames of a video lie beside one another in its image: no line says where tokens are in each.
         still = results.plan.setup.frames is None
         rows.append(
@@ -290,7 +290,7 @@ def _rows_of(results: StudyResults, pair: Pair, folder: Path, asked: tuple[str, 
                 GridImage(None),
                 *(
                     _difference(one, bright, devices if still else 1, caption.partition(":")[0])
-                    for one, (devices, caption, _) in zip(apart, found, strict=True)
+                    for one, (devices, caption, _) in zip(apart, pictures, strict=True)
                 ),
             ]
         )

@@ -60,9 +60,9 @@ class Runner:
         result: dict[str, Any] = {"key": key, "cell": asdict(cell)}
         if cell.strategy == SYNCHRONOUS:
             images, predictions = run_cell(pipe, self.setup, cell)
-            kept = {"predictions": torch.stack(predictions), "images": torch.from_numpy(images)}
+            reference = {"predictions": torch.stack(predictions), "images": torch.from_numpy(images)}
             with written_whole(self.folder / f"{key}{SUFFIX}") as temporary:
-                torch.save(kept, temporary)
+                torch.save(reference, temporary)
         elif cell.real:
             images, result["ranks"] = generate_on_ranks(self.setup, cell, self._launcher)
             simulated = replace(cell, real=False)
@@ -71,7 +71,7 @@ class Runner:
             result["one_device_seconds"] = self._seconds_alone(cell, pipe)
             result["sent"] = dict(sum((Counter(rank["sent"]) for rank in result["ranks"]), Counter()))
             result["equal_to_simulation"] = bool(np.array_equal(images, expected))
-            kept = self._kept(cell)
+            reference = self._kept(cell)
         else:
             with stale(pipe, cell) as engine:
                 taps = Taps(pipe, engine) if cell.detail else None
@@ -81,7 +81,7 @@ class Runner:
                 # Patches in one process send nothing, unlike patches on several ranks.
                 patches = cell.strategy.startswith("pipefusion")
                 result["sent"] = None if patches else dict(engine.mesh.traffic.bytes_sent)
-            kept = self._kept(cell)
+            reference = self._kept(cell)
             if log is not None:
                 result["steps"] = [asdict(record) for record in log.steps]
             # A pipeline may hand its sampler the same rows twice, one for each branch of guidance: the first count.
@@ -90,15 +90,15 @@ class Runner:
                     float((ours[n] - exact[n]).norm() / exact[n].norm().clamp_min(1e-30))
                     for n in range(len(cell.prompts))
                 ]
-                for ours, exact in zip(predictions, kept["predictions"], strict=True)
+                for ours, exact in zip(predictions, reference["predictions"], strict=True)
             ]
             if taps is not None:
                 result["attention_error"] = taps.attention_errors()
                 result["same_latents"] = taps.same_latents(len(predictions))
-                result["token_error"] = token_errors(predictions, kept["predictions"], len(cell.prompts))
+                result["token_error"] = token_errors(predictions, reference["predictions"], len(cell.prompts))
         result["seconds"] = time.perf_counter() - began
-        result["evaluations"] = len(kept["predictions"])
-        result["images"] = self._compare(cell, key, images, kept["images"].numpy())
+        result["evaluations"] = len(reference["predictions"])
+        result["images"] = self._compare(cell, key, images, reference["images"].numpy())
         return result
 
     def pipe(self, sampler: str) -> Any:
@@ -142,13 +142,13 @@ class Runner:
         return compared
 
 
-def _as_one(made: np.ndarray) -> np.ndarray:
-    if made.ndim == 3:
-        return made
-    places = np.linspace(0, len(made) - 1, min(SHOWN_FRAMES, len(made))).round().astype(int)
+def _as_one(pixels: np.ndarray) -> np.ndarray:
+    if pixels.ndim == 3:
+        return pixels
+    places = np.linspace(0, len(pixels) - 1, min(SHOWN_FRAMES, len(pixels))).round().astype(int)
     places = places[: len(places) - len(places) % IN_ROW or None]
     rows = [places[start : start + IN_ROW] for start in range(0, len(places), IN_ROW)]
-    return np.concatenate([np.concatenate(list(made[row]), axis=1) for row in rows])
+    return np.concatenate([np.concatenate(list(pixels[row]), axis=1) for row in rows])
 
 
 def load_study_pipeline(setup: Setup) -> Any:
@@ -207,11 +207,11 @@ def run_cell(
 
     events = StepEvents(pipe.scheduler, recorded)
     try:
-        made = runner.run(runner.prepare(job, **more, output_type="np"))
+        outputs = runner.run(runner.prepare(job, **more, output_type="np"))
     finally:
         events.undo()
     # A run that diverged has no image; a black one is used.
-    images = [one.image if isinstance(one, Picture) else one.frames for one in made]
+    images = [one.image if isinstance(one, Picture) else one.frames for one in outputs]
     return np.nan_to_num(np.asarray(images, dtype=np.float32)), predictions
 
 
@@ -328,18 +328,18 @@ def token_errors(predictions: Sequence[Tensor], exact: Sequence[Tensor], images:
         The root mean square error of every place over images, channels and frames, over that of what is exact of the
         whole image, so that its root mean square over all places is the relative error of the step. Four digits.
     """
-    found = []
+    errors = []
     for ours, truth in zip(predictions, exact, strict=True):
-        apart, whole = ((ours - truth)[:images].float().square(), truth[:images].float().square())
+        apart, power = ((ours - truth)[:images].float().square(), truth[:images].float().square())
         if apart.ndim == 3:
             side = isqrt(apart.shape[1])
             shape = (side, side) if side * side == apart.shape[1] else (apart.shape[1], 1)
             places = apart.mean((0, 2)).view(shape)
         else:
             places = apart.mean([dim for dim in range(apart.ndim) if dim < apart.ndim - 2])
-        relative = (places / whole.mean().clamp_min(1e-30)).sqrt()
-        found.append([[float(f"{value:.4g}") for value in row] for row in relative.tolist()])
-    return found
+        relative = (places / power.mean().clamp_min(1e-30)).sqrt()
+        errors.append([[float(f"{value:.4g}") for value in row] for row in relative.tolist()])
+    return errors
 
 
 def _add(sums: list[float], ours: Tensor, exact: Tensor) -> None:
@@ -371,11 +371,11 @@ def nearest_matches_prompt(model: Path, cell: Cell, images: np.ndarray) -> list[
         views = references.reshape(-1, *references.shape[2:])
         numbers, asked = nearest(shrink(generated, references.shape[2]), views) // references.shape[1], cell.labels
     else:
-        known = {name: place for place, entry in enumerate(entries) for name in (entry["caption"], *entry["also"])}
-        if not known.keys() >= set(cell.prompts):
+        captions = {name: place for place, entry in enumerate(entries) for name in (entry["caption"], *entry["also"])}
+        if not captions.keys() >= set(cell.prompts):
             return None
         numbers = nearest(shrink(generated), read_sheet(model / "thumbnails.png", len(entries)))
-        asked = [known[prompt] for prompt in cell.prompts]
+        asked = [captions[prompt] for prompt in cell.prompts]
     return [bool(number == wanted) for number, wanted in zip(numbers, asked, strict=True)]
 
 

@@ -33,11 +33,11 @@ def check_sampler(name: str, model: Path) -> None:
         InputError: naming those it can.
     """
     kind = scheduler_class(OWN, model)
-    known = _table(kind)
-    if name != OWN and name not in known:
-        what = "a flow-matching model" if known is FLOW_SAMPLERS else "a DDPM model"
+    table = _table(kind)
+    if name != OWN and name not in table:
+        what = "a flow-matching model" if table is FLOW_SAMPLERS else "a DDPM model"
         raise InputError(
-            f"--sampler {name!r} does not go with {what} ({kind or 'unknown scheduler'}); use {', '.join(known)}, or "
+            f"--sampler {name!r} does not go with {what} ({kind or 'unknown scheduler'}); use {', '.join(table)}, or "
             f"{OWN!r} for the pipeline's own"
         )
 

@@ -227,13 +227,13 @@ def broken(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{folder / MANIFEST} cannot be read ({_cause(error)})"
     try:
-        there = _digests(folder)
+        digests = _digests(folder)
     except OSError as error:
         return str(error)
     for name, digest in files.items():
-        if name not in there:
+        if name not in digests:
             return f"{folder / name} is missing"
-        if there[name] != digest:
+        if digests[name] != digest:
             return f"{folder / name} has changed since it was written"
     return None
 

@@ -49,15 +49,15 @@ def _write(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
         save_adapters(pipe, weights, config, folder)
         return
     for name in config.model.train_modules:
-        own = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}
+        state = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}
         if name == config.denoiser:
             # The trained model may hold shards; the weights are not copied.
             with init_empty_weights():
                 fresh = cast(Any, model).from_config(getattr(pipe, name).config)
-            fresh.load_state_dict(own, assign=True)
+            fresh.load_state_dict(state, assign=True)
             pipe.register_modules(**{name: fresh})
         else:
-            pipe.components[name].load_state_dict(own)
+            pipe.components[name].load_state_dict(state)
     pipe.save_pretrained(str(folder))
     for file in folder.rglob("*.json"):
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -53,13 +53,13 @@ def check_output(config: TrainConfig) -> None:
 
 def _check_unoccupied(config: TrainConfig, folder: Path) -> None:
     wanted = config.output.resume_from_checkpoint
-    found = next((path for pattern in LEFT for path in sorted(folder.glob(pattern))), None)
-    if found is None or wanted == "latest":
+    remnant = next((path for pattern in LEFT for path in sorted(folder.glob(pattern))), None)
+    if remnant is None or wanted == "latest":
         return
     checkpoint = Path(wanted or "") if wanted is None or Path(wanted).is_dir() else folder / wanted
     if wanted is None or checkpoint.parent.resolve() != folder.resolve():
         raise InputError(
-            f"output_dir={config.output_dir!r} has {found.name} of an earlier run; resume that run with --resume, or "
+            f"output_dir={config.output_dir!r} has {remnant.name} of an earlier run; resume that run with --resume, or "
             "give another output_dir"
         )
     numbers = [path.name.removeprefix("checkpoint-") for path in (Path(wanted), *folder.glob("checkpoint-*"))]

@@ -40,27 +40,27 @@ def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: 
     ask: list[str] = []
     for name, old, new in _differing(before, now):
         top = name.partition(".")[0]
-        said = f"{name} was {_short(old)} and is {_short(new)}"
+        clause = f"{name} was {_short(old)} and is {_short(new)}"
         if name in NO_MATTER or top in NO_MATTER:
             continue
         if name in OTHER_WEIGHTS or (name == "ema_decay" and None in (old, new)):
             raise InputError(
-                f"{said}: the checkpoint has states of other weights; set {name} to {_short(old)}, or begin a run in "
+                f"{clause}: the checkpoint has states of other weights; set {name} to {_short(old)}, or begin a run in "
                 "another output_dir"
             )
         if name in AT_ONCE or top in AT_ONCE:
-            changed.append(f"{said} from this step on")
+            changed.append(f"{clause} from this step on")
         elif {name, top, *({"global_batch_size"} if name == "batch" else ())} & allowed:
-            changed.append(f"{said} from this step on (allowed)")
+            changed.append(f"{clause} from this step on (allowed)")
         else:
             if name == "data":
-                said = (
+                clause = (
                     "train_data_dir has other samples (names, sizes, captions or weights) than in the checkpoint's run"
                 )
             setting = "global_batch_size" if name == "batch" else top
             back = "restore them" if name == "data" else f"set {setting} to {_short(old)}"
             ask.append(setting)
-            refused.append(f"{said}, which changes what the run learns from; {back}")
+            refused.append(f"{clause}, which changes what the run learns from; {back}")
     if refused:
         raise InputError(
             f"{'; '.join(refused)}, or allow {'it' if len(refused) == 1 else 'them'} with "
@@ -70,7 +70,7 @@ def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: 
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    found: list[tuple[str, Any, Any]] = []
+    differences: list[tuple[str, Any, Any]] = []
     for name, new in now.items():
         # A setting that the other version did not have.
         if name not in before or before[name] == new:
@@ -78,10 +78,10 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
         old = before[name]
         # Entries of arguments come and go.
         if isinstance(old, Mapping) and isinstance(new, Mapping) and name != "optimizer_args":
-            found += _differing(old, new, f"{prefix}{name}.")
+            differences += _differing(old, new, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", old, new))
-    return found
+            differences.append((f"{prefix}{name}", old, new))
+    return differences
 
 
 def _short(value: Any) -> str:

@@ -63,15 +63,15 @@ class SampleCache:
         path = self.path(index)
         try:
             with safe_open(path, framework="pt") as file:
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                said = (file.metadata() or {}).get("digest")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                checksum = (file.metadata() or {}).get("digest")
         except FileNotFoundError:
             raise
         except (SafetensorError, OSError, ValueError) as error:
             raise DamagedFile(f"{path} is damaged ({first_line(error)})") from None
-        if said != digest(found):
+        if checksum != digest(tensors):
             raise DamagedFile(f"{path} is damaged (it holds other numbers than were written)")
-        return found
+        return tensors
 
     def write(self, index: int | None, encoded: dict[str, Tensor]) -> None:
         """Store the tensors of a sample, which are contiguous and on the CPU.

@@ -70,11 +70,11 @@ def checked_data(config: TrainConfig, pipe: Any) -> dict[str, Any]:
 
 def _sets(data: TrainingData, config: TrainConfig) -> list[dict[str, Any]]:
     sets = []
-    for number, (own, weight) in enumerate(zip(config.data.sets, config.data.weights, strict=True)):
+    for number, (data_set, weight) in enumerate(zip(config.data.sets, config.data.weights, strict=True)):
         samples = [sample for sample in data.samples if sample.source == number]
         sets.append(
             {
-                "dir": own.train_data_dir,
+                "dir": data_set.train_data_dir,
                 "samples": len(samples),
                 "weight": weight,
                 "per_epoch": data.order.of_set(number),

@@ -169,15 +169,15 @@ class _Row:
 
     def at(self, first: int, count: int) -> list[int]:
         """Numbers of samples of an endless row of permutations, from place ``first`` on."""
-        found: list[int] = []
-        while len(found) < count:
-            turn, within = divmod(first + len(found), len(self._places))
+        numbers: list[int] = []
+        while len(numbers) < count:
+            turn, within = divmod(first + len(numbers), len(self._places))
             # Two numbers are the seeds of epochs.
             order = np.random.default_rng((self._seed, self.source, int(self._places[0]), turn)).permutation(
                 self._places
             )
-            found += [int(one) for one in order[within : within + count - len(found)]]
-        return found
+            numbers += [int(one) for one in order[within : within + count - len(numbers)]]
+        return numbers
 
 
 def shares(batches: Sequence[MicroBatch], speeds: Sequence[float], equal_counts: bool) -> list[list[int]]:

@@ -31,12 +31,12 @@ def check_references(pipe: Any, family: ObservedFamily, config: TrainConfig, sam
         ConfigError, InputError: one sentence.
     """
     name = type(pipe).__name__
-    given = [one for one in config.data.sets if one.has_references]
+    given = [entry for entry in config.data.sets if entry.has_references]
     if given and family.reference is None:
-        one = given[0]
-        setting = "conditioning_dir" if one.conditioning_dir is not None else "conditioning_image_column"
+        entry = given[0]
+        setting = "conditioning_dir" if entry.conditioning_dir is not None else "conditioning_image_column"
         raise ConfigError(
-            f"{setting}={getattr(one, setting)!r}: {name} is trained without reference images; leave it out, or take "
+            f"{setting}={getattr(entry, setting)!r}: {name} is trained without reference images; leave it out, or take "
             "an edit or control pipeline"
         )
     if family.reference is not None:
@@ -71,19 +71,19 @@ def source_image(kind: str, values: Tensor, seed: int, hole: Image.Image | None 
     """
     first = values if values.dim() == 3 else values[:, 0]
     whole = ((first.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-    found = Image.fromarray(whole.permute(1, 2, 0).contiguous().cpu().numpy())
+    image = Image.fromarray(whole.permute(1, 2, 0).contiguous().cpu().numpy())
     if kind != HOLE:
-        return found
+        return image
     if hole is not None:
-        found.putalpha(hole.point([255] * 128 + [0] * 128))
-        return found
+        image.putalpha(hole.point([255] * 128 + [0] * 128))
+        return image
     drawn = torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
     sides = [
         max(1, round(side * (HOLE_SIDES[0] + (HOLE_SIDES[1] - HOLE_SIDES[0]) * one)))
-        for side, one in zip(found.size, drawn[:2], strict=True)
+        for side, one in zip(image.size, drawn[:2], strict=True)
     ]
-    left, top = (round((side - hole) * one) for side, hole, one in zip(found.size, sides, drawn[2:], strict=True))
-    alpha = Image.new("L", found.size, 255)
+    left, top = (round((side - hole) * one) for side, hole, one in zip(image.size, sides, drawn[2:], strict=True))
+    alpha = Image.new("L", image.size, 255)
     alpha.paste(0, (left, top, left + sides[0], top + sides[1]))
-    found.putalpha(alpha)
-    return found
+    image.putalpha(alpha)
+    return image

@@ -26,11 +26,11 @@ def digest_of(config: DataConfig, samples: Samples) -> str:
         )
         for sample in samples.good
     ]
-    own = [
+    settings = [
         {name: value for name, value in one.model_dump(mode="json").items() if name not in _ELSEWHERE}
         for one in config.sets
     ]
-    changed = [{name: value for name, value in one.items() if value != own[0][name]} for one in own]
+    changed = [{name: value for name, value in one.items() if value != settings[0][name]} for one in settings]
     return digest((plain, config.weights, str(changed)))
 
 

@@ -53,13 +53,13 @@ def targets_of(model: nn.Module, lora: LoraConfig) -> list[str] | str:
         return _exactly(linear, model)
     missing = [target for target in wanted if not any(name == target or name.endswith(f".{target}") for name in linear)]
     if "target_modules" not in lora.model_fields_set and len(missing) == len(wanted):
-        found = _projections(model, linear)
-        if not found:
+        projections = _projections(model, linear)
+        if not projections:
             raise ConfigError(
                 f"lora: no attention projections are known in {type(model).__name__}; name linear layers with "
                 f"target_modules: it has {_in_short(linear)}"
             )
-        return _exactly(found, model)
+        return _exactly(projections, model)
     if missing and "target_modules" in lora.model_fields_set:
         ends = list(dict.fromkeys(map(_without_block, linear)))
         target = missing[0]
@@ -186,12 +186,12 @@ def save_adapters(pipe: Any, weights: Mapping[str, Tensor], config: TrainConfig,
 
     kind, name = type(pipe), config.denoiser
     model = getattr(pipe, name)
-    own = {path.removeprefix(f"{name}."): value for path, value in weights.items()}
+    state = {path.removeprefix(f"{name}."): value for path, value in weights.items()}
     about = {
         key: sorted(value) if isinstance(value, set) else value
         for key, value in model.peft_config[TRAINED].to_dict().items()
     }
-    layers = _with_scale(get_peft_model_state_dict(model, own, TRAINED), about)
+    layers = _with_scale(get_peft_model_state_dict(model, state, TRAINED), about)
     layers = {path: value.contiguous() for path, value in layers.items()}
     if config.lora is not None and config.lora.comfyui:
         save_file(dict(_in_comfyui_names(model, layers)), folder / COMFYUI_FILE, {"format": "pt"})
@@ -225,22 +225,22 @@ def _in_comfyui_names(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterat
     """
     left = {path.removesuffix(".lora_A.weight") for path in weights if path.endswith(".lora_A.weight")}
     for layer in original_layers(model):
-        own = [part for part in layer.parts if part in left]
-        if not own:
+        parts = [part for part in layer.parts if part in left]
+        if not parts:
             continue
-        left.difference_update(own)
-        ups = [weights[f"{part}.lora_B.weight"] if part in own else None for part in layer.parts]
+        left.difference_update(parts)
+        ups = [weights[f"{part}.lora_B.weight"] if part in parts else None for part in layer.parts]
         # An adapter's layer says how many outputs it has as the linear layer below it does.
         modules = [cast(Any, model.get_submodule(part)) for part in layer.parts]
         rows = [getattr(module, "base_layer", module).out_features for module in modules]
-        down = torch.cat([weights[f"{part}.lora_A.weight"] for part in own])
-        whole, top, column = down.new_zeros(sum(rows), len(down)), 0, 0
+        down = torch.cat([weights[f"{part}.lora_A.weight"] for part in parts])
+        matrix, top, column = down.new_zeros(sum(rows), len(down)), 0, 0
         for up, length in zip(ups, rows, strict=True):
             if up is not None:
-                whole[top : top + length, column : column + up.shape[1]] = up
+                matrix[top : top + length, column : column + up.shape[1]] = up
                 column += up.shape[1]
             top += length
-        yield from _pair(layer.name, down, torch.cat(whole.chunk(2)[::-1]) if layer.swapped else whole)
+        yield from _pair(layer.name, down, torch.cat(matrix.chunk(2)[::-1]) if layer.swapped else matrix)
     for path in sorted(left):
         yield from _pair(path, weights[f"{path}.lora_A.weight"], weights[f"{path}.lora_B.weight"])
 

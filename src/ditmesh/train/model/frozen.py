@@ -179,7 +179,7 @@ def layers_to_freeze(model: nn.Module) -> list[str]:
     """Names of the linear layers with weights in fewer bits: those in blocks, and wide ones elsewhere."""
     lists = tuple(f"{name}." for name, module in model.named_modules() if name and isinstance(module, nn.ModuleList))
     exact = tuple(getattr(type(model), "_keep_in_fp32_modules", None) or ())
-    found, seen = [], set[int]()
+    layers, seen = [], set[int]()
     for name, module in model.named_modules():
         # Not of a subclass: torch's attention reads the weight of its own, and bitsandbytes' layers are quantised.
         parts = name.split(".")
@@ -188,8 +188,8 @@ def layers_to_freeze(model: nn.Module) -> list[str]:
         wide = min(module.in_features, module.out_features) >= WIDE
         if (wide or name.startswith(lists)) and id(module.weight) not in seen:
             seen.add(id(module.weight))
-            found.append(name)
-    return found
+            layers.append(name)
+    return layers
 
 
 def freeze(model: nn.Module, precision: str | None) -> None:
@@ -248,7 +248,7 @@ def read_pipeline_frozen(info: ModelInfo, precision: str) -> Any:
 
     if not info.local:
         info = replace(info, files=Path(DiffusionPipeline.download(info.name)), local=True)
-    found: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     for name in ("transformer", SECOND):
         parts, folder = info.index.get(name), info.files / name
         if not parts or not parts[0] or not (folder / "config.json").is_file():
@@ -261,26 +261,26 @@ def read_pipeline_frozen(info: ModelInfo, precision: str) -> Any:
             # Of another format: diffusers reads them.
             continue
         if kind is not None and settings.get("quantization_config") is None:
-            found[name] = _read_frozen(kind, folder, precision)
+            models[name] = _read_frozen(kind, folder, precision)
     # The base class takes no part in the place of one that a pipeline need not have, such as Wan's transformers.
     pipeline = getattr(diffusers, info.pipeline_class, None)
-    return read_saved(info, pipeline, **found)
+    return read_saved(info, pipeline, **models)
 
 
 def _read_frozen(kind: type[Any], folder: Path, precision: str) -> nn.Module:
     model = build_empty(kind, folder, None)
     chosen = {f"{name}.weight" for name in layers_to_freeze(model)}
-    made: dict[str, tuple[dict[str, Tensor], Restore, tuple[int, int]]] = {}
+    frozen_weights: dict[str, tuple[dict[str, Tensor], Restore, tuple[int, int]]] = {}
 
     def read(name: str, stored: Any, dtype: torch.dtype) -> Tensor:
         value = stored[...]
         if name not in chosen:
             return value.to(dtype, copy=True)
-        made[name.removesuffix(".weight")] = (*quantised(value, precision), tuple(value.shape))
+        frozen_weights[name.removesuffix(".weight")] = (*quantised(value, precision), tuple(value.shape))
         return torch.empty(0)
 
     model = fill_weights(model, folder, None, None, "cpu", read)
-    for name, (parts, restore, shape) in made.items():
+    for name, (parts, restore, shape) in frozen_weights.items():
         layer = cast(nn.Linear, model.get_submodule(name))
         _replace(model, name, FrozenLinear(parts, restore, shape, layer.bias))
     return model

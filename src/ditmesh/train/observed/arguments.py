@@ -22,29 +22,29 @@ def merged(calls: Sequence[Any], one: Any, two: Any, path: str = "") -> Any:
     Raises:
         ConfigError: an argument is neither.
     """
-    found: Any = None
+    result: Any = None
     if isinstance(one, Tensor) and isinstance(two, Tensor):
-        found = _merged_tensors(calls, one, two)
+        result = _merged_tensors(calls, one, two)
     elif isinstance(one, Mapping) and isinstance(two, Mapping) and one.keys() == two.keys():
-        found = {
+        result = {
             key: merged([call[key] for call in calls], one[key], two[key], f"{path}.{key}".strip(".")) for key in one
         }
     elif isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
-        found = _merged_lists(calls, one, two, path)
+        result = _merged_lists(calls, one, two, path)
     elif one is None and two is None:
         return None
     elif not isinstance(one, (Tensor, Mapping, list, tuple)) and are_equal(one, two):
-        found = calls[0]
-    if found is None:
+        result = calls[0]
+    if result is None:
         raise ConfigError(f"{path} of the transformer has another form for two images than for one")
-    return found
+    return result
 
 
-def _merged_tensors(calls: Sequence[Tensor], one: Tensor, two: Tensor) -> Tensor | None:
-    if one.shape == two.shape and all(are_equal(call, calls[0]) for call in calls):
+def _merged_tensors(calls: Sequence[Tensor], single: Tensor, pair: Tensor) -> Tensor | None:
+    if single.shape == pair.shape and all(are_equal(call, calls[0]) for call in calls):
         return calls[0]
-    apart = [dim for dim in range(one.dim()) if one.dim() == two.dim() and one.shape[dim] != two.shape[dim]]
-    if len(apart) == 1 and two.shape[apart[0]] == 2 * one.shape[apart[0]]:
+    apart = [dim for dim in range(single.dim()) if single.dim() == pair.dim() and single.shape[dim] != pair.shape[dim]]
+    if len(apart) == 1 and pair.shape[apart[0]] == 2 * single.shape[apart[0]]:
         return torch.cat(list(calls), apart[0])
     return None
 
@@ -63,23 +63,23 @@ def row_dim(value: Tensor, one: Tensor, count: int) -> int | None:
     return apart[0]
 
 
-def _merged_lists(calls: Sequence[Sequence[Any]], one: Sequence[Any], two: Sequence[Any], path: str) -> Any:
-    kind: Any = type(one)
-    if len(one) == len(two):
-        every = enumerate(zip(one, two, strict=True))
+def _merged_lists(calls: Sequence[Sequence[Any]], single: Sequence[Any], pair: Sequence[Any], path: str) -> Any:
+    kind: Any = type(single)
+    if len(single) == len(pair):
+        every = enumerate(zip(single, pair, strict=True))
         return kind([merged([call[at] for call in calls], *both, f"{path}.{at}") for at, both in every])
-    if len(two) == 2 * len(one):
+    if len(pair) == 2 * len(single):
         return kind([item for call in calls for item in call])
     return None
 
 
 def differing_paths(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Paths of values that are not the same in two calls' arguments."""
-    here, there = dict(values_in(one)), dict(values_in(other))
-    if here.keys() != there.keys():
-        odd = sorted(here.keys() ^ there.keys())
+    values, other_values = dict(values_in(one)), dict(values_in(other))
+    if values.keys() != other_values.keys():
+        odd = sorted(values.keys() ^ other_values.keys())
         raise ConfigError(f"{', '.join(odd)} of the transformer is there with some captions only")
-    return [path for path, value in here.items() if not are_equal(value, there[path])]
+    return [path for path, value in values.items() if not are_equal(value, other_values[path])]
 
 
 def are_equal(one: Any, other: Any) -> bool:

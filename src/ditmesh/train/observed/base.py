@@ -65,20 +65,20 @@ def check_alike(kind: type, own: Mapping[str, Any], base: Mapping[str, Any]) -> 
     Raises:
         ConfigError: names the argument.
     """
-    here, there = dict(tensors_in(own)), dict(tensors_in(base))
-    for path in there:
-        if path not in here or not _alike(here[path], there[path]):
+    tensors, base_tensors = dict(tensors_in(own)), dict(tensors_in(base))
+    for path in base_tensors:
+        if path not in tensors or not _alike(tensors[path], base_tensors[path]):
             raise ConfigError(f"{kind.__name__} calls its transformer with another {path}")
-    beside = [path for path in here if path not in there]
+    beside = [path for path in tensors if path not in base_tensors]
     steered = [path for path in beside if any(word in path for word in CONTROL_PARTS)]
     if len(steered) != len(beside):
         odd = next(path for path in beside if path not in steered)
         raise ConfigError(f"{kind.__name__} gives its transformer {odd} as well")
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _alike(tensor: Tensor, other: Tensor) -> bool:
     # An image in a task may be of another size, and then there are more tokens: in one dimension, not of channels.
-    if one.dim() != other.dim():
+    if tensor.dim() != other.dim():
         return False
-    unlike = [dim for dim in range(one.dim()) if one.shape[dim] != other.shape[dim]]
-    return not unlike or (len(unlike) == 1 and 0 < unlike[0] + 1 < one.dim())
+    unlike = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != other.shape[dim]]
+    return not unlike or (len(unlike) == 1 and 0 < unlike[0] + 1 < tensor.dim())

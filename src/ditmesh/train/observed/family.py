@@ -177,7 +177,7 @@ class ObservedFamily:
             )
         if self.base is not None:
             self._check_base(size, first, recipe)
-        one = recipe.arguments
+        arguments = recipe.arguments
         changed = self._changed(recipe, self._view.request(self._examples[:1], size, first, picture))
         if not changed:
             raise ConfigError("no argument of the transformer depends on the caption or label")
@@ -193,11 +193,11 @@ class ObservedFamily:
                 f"{self._size[1]} pixels"
             )
         elif self._view.picture is None:
-            there = dict(
+            first_values = dict(
                 values_in(self._view.watcher.first_call(self._view.request(self._examples[1:], self._size, first)))
             )
-            here = dict(values_in(one))
-            both = [path for path in changed if not are_equal(there.get(path), here[path])]
+            values = dict(values_in(arguments))
+            both = [path for path in changed if not are_equal(first_values.get(path), values[path])]
             if both:
                 raise ConfigError(f"{', '.join(both)} of the transformer depends on the caption and the size")
         self._check_first_step(pipe, recipe, size, first, picture)
@@ -274,15 +274,15 @@ class ObservedFamily:
             recipe: with the arguments of the one.
             given: of what holds the sample, paths at which other numbers may be others.
         """
-        one, other = recipe.arguments, self._view.watcher.first_call(request)
+        arguments, other = recipe.arguments, self._view.watcher.first_call(request)
         inputs = dict(recipe.inputs)
         fixed = {*inputs, *(time.path for time in recipe.times)}
-        changed = [path for path in differing_paths(one, other) if path not in fixed]
-        here, there = dict(values_in(one)), dict(values_in(other))
+        changed = [path for path in differing_paths(arguments, other) if path not in fixed]
+        values, other_values = dict(values_in(arguments)), dict(values_in(other))
         for path in given:
             apart = inputs[path].scale == 0
-            changed += [path] if not torch.equal(here[path].cpu()[apart], there[path].cpu()[apart]) else []
-        unknown = [path for path in changed if not is_number(here.get(path))]
+            changed += [path] if not torch.equal(values[path].cpu()[apart], other_values[path].cpu()[apart]) else []
+        unknown = [path for path in changed if not is_number(values.get(path))]
         if unknown:
             raise ConfigError(f"{', '.join(unknown)} of the transformer depends on the caption, and is no tensor")
         return changed

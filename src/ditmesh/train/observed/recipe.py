@@ -152,11 +152,11 @@ def derive_recipe(watcher: PipelineWatcher, request: Mapping[str, Any]) -> Recip
     if not bool(live.any()):
         raise ConfigError("no number of the sampler's sample is predicted, decoded and given to the transformer")
     first = plain.calls[0]
-    there = dict(tensors_in(first.arguments))
+    tensors = dict(tensors_in(first.arguments))
     # Where nothing of the sample stands in an argument, what is given.
     only = {path: into.only(live) for path, into in inputs}
     inputs = tuple(
-        (path, replace(into, base=torch.where(into.scale != 0, into.base, there[path].float().cpu())))
+        (path, replace(into, base=torch.where(into.scale != 0, into.base, tensors[path].float().cpu())))
         for path, into in only.items()
     )
     prediction = replace(prediction, scale=prediction.scale * live, index=prediction.index * live)
@@ -262,17 +262,17 @@ def _prediction(
         answers.append(seen.steps[1].output)
     if answers[0].shape != shape:
         raise ConfigError(f"the scheduler is given {tuple(answers[0].shape)} for a sample of {shape}")
-    found = fills.map_of(answers, "the scheduler's input", lenient=True)
+    number_map = fills.map_of(answers, "the scheduler's input", lenient=True)
     # Numbers that are not the transformer's result alone are left out.
-    clean = found.base.abs() <= 1e-4 * found.scale.abs().max()
-    scale = found.scale * clean
+    clean = number_map.base.abs() <= 1e-4 * number_map.scale.abs().max()
+    scale = number_map.scale * clean
     if watcher.levels is not None:
         # Its size is the sampler's; what the transformer predicts is of the size of latents.
         sizes = scale[scale != 0].abs()
         if not sizes.numel() or float(sizes.max() / sizes.min()) > 1 + TIME_TOLERANCE:
             raise ConfigError("the scheduler's input is not one multiple of the transformer's result")
         scale = scale.sign() * watcher.levels.sign
-    return replace(found.without_base(), scale=scale, index=found.index * clean)
+    return replace(number_map.without_base(), scale=scale, index=number_map.index * clean)
 
 
 def _inputs(
@@ -289,20 +289,22 @@ def _inputs(
     depends = [path for path in zeros if path not in noise or not are_equal(zeros[path], noise[path])]
     if not depends:
         raise ConfigError("no argument of the transformer holds the sampler's sample")
-    found = []
+    inputs = []
     for path in depends:
         try:
-            if any(one.get(path, zeros[path]).shape != zeros[path].shape or path not in one for one in answers):
+            if any(
+                answer.get(path, zeros[path]).shape != zeros[path].shape or path not in answer for answer in answers
+            ):
                 raise ConfigError(f"{path} of the transformer has another shape for another sample")
-            into = fills.map_of([one[path] for one in answers], f"{path} of the transformer")
+            into = fills.map_of([answer[path] for answer in answers], f"{path} of the transformer")
         except ConfigError as error:
             if len(depends) == 1:
                 raise
             raise ConfigError(f"several arguments depend on the sample ({', '.join(depends)}): {error}") from None
         if bool((into.held & ~into.unique_marks).any()):
             raise SeveralBranches(f"{path} of the transformer holds numbers of the sampler's sample more than once")
-        found.append((path, into))
-    return tuple(sorted(found, key=lambda one: -int(one[1].held.sum())))
+        inputs.append((path, into))
+    return tuple(sorted(inputs, key=lambda pair: -int(pair[1].held.sum())))
 
 
 def _times(
@@ -321,17 +323,17 @@ def _times(
             raise ConfigError(f"{path} of the transformer changes from step to step, and is no number")
         if len({torch.as_tensor(value).shape for value in values}) != 1:
             raise ConfigError(f"{path} of the transformer changes its shape from step to step")
-        found = _affine(path, values, moments)
-        if found is None and watcher.levels is not None:
-            found = _tabled(path, values, moments, few)
-        if found is None and ISOLATE in every[0]:
+        argument = _affine(path, values, moments)
+        if argument is None and watcher.levels is not None:
+            argument = _tabled(path, values, moments, few)
+        if argument is None and ISOLATE in every[0]:
             beside.append(path)
             continue
-        if found is None:
+        if argument is None:
             raise ConfigError(
                 f"{path} of the transformer is no straight function of the scheduler's timestep, number by number"
             )
-        times.append(found)
+        times.append(argument)
     if not times:
         raise ConfigError("no argument of the transformer is the time")
     return tuple(sorted(times, key=lambda time: "time" not in time.path)), beside
@@ -386,16 +388,16 @@ def _affine(path: str, values: Sequence[Any], moments: np.ndarray) -> TimeArgume
     if off > TIME_TOLERANCE:
         return None
     same = (columns == columns[:1]).all(0)
-    scales = [0.0 if fixed else _round(float(one), 1e-5) for one, fixed in zip(scale, same, strict=True)]
+    scales = [0.0 if fixed else _round(float(number), 1e-5) for number, fixed in zip(scale, same, strict=True)]
     shifts = [
-        float(value) if fixed else _round(float(one), 1e-3)
-        for one, value, fixed in zip(shift, columns[0], same, strict=True)
+        float(value) if fixed else _round(float(number), 1e-3)
+        for number, value, fixed in zip(shift, columns[0], same, strict=True)
     ]
     moving = [pair for pair, fixed in zip(zip(scales, shifts, strict=True), same, strict=True) if not fixed]
     if any(
-        abs(one - other) > 1e-6 * abs(other) + 1e-9
+        abs(number - other) > 1e-6 * abs(other) + 1e-9
         for pair in moving
-        for one, other in zip(pair, moving[0], strict=True)
+        for number, other in zip(pair, moving[0], strict=True)
     ):
         # Numbers that move on straight lines of their own, such as a second sample, are no time.
         return None
@@ -415,14 +417,14 @@ def _tabled(path: str, values: Sequence[Any], times: np.ndarray, few: ObservedRu
         return None
     order = times.argsort()
     ones = torch.ones(rows.shape[1:], dtype=torch.float64)
-    found = TimeArgument(path, ones, torch.zeros_like(ones), (times[order], columns[order, 0]))
+    argument = TimeArgument(path, ones, torch.zeros_like(ones), (times[order], columns[order, 0]))
     largest = np.abs(columns).max()
     for step, call in zip(few.steps, few.calls, strict=True):
         seen = float(torch.as_tensor(dict(values_in(call.arguments))[path]).flatten()[0])
-        held = float(found.of(torch.tensor(step.timestep)).flatten()[0])
+        held = float(argument.of(torch.tensor(step.timestep)).flatten()[0])
         if abs(held - seen) > TABLE_TOLERANCE * largest:
             return None
-    return found
+    return argument
 
 
 def _round(value: float, unit: float) -> float:
@@ -434,8 +436,10 @@ def _round(value: float, unit: float) -> float:
 def _same(values: Sequence[Any]) -> bool:
     first, *others = values
     if isinstance(first, Tensor):
-        return all(isinstance(one, Tensor) and one.shape == first.shape and torch.equal(one, first) for one in others)
+        return all(
+            isinstance(value, Tensor) and value.shape == first.shape and torch.equal(value, first) for value in others
+        )
     try:
-        return all(bool(one == first) for one in others)
+        return all(bool(value == first) for value in others)
     except (RuntimeError, ValueError):
-        return all(one is first for one in others)
+        return all(value is first for value in others)

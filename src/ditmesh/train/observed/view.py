@@ -181,14 +181,14 @@ class PipelineView:
         import diffusers
 
         pipe = self.pipe
-        own = pipe.scheduler
-        tables, renewed = NoiseTables(self.scheduler, self._config), type(own).__name__ in RENEWED
-        calm = STOCHASTIC.get(type(own).__name__)
+        sampler = pipe.scheduler
+        tables, renewed = NoiseTables(self.scheduler, self._config), type(sampler).__name__ in RENEWED
+        calm = STOCHASTIC.get(type(sampler).__name__)
         if calm is not None:
-            pipe.scheduler = getattr(diffusers, calm).from_config(own.config)
-        elif own.config.get("stochastic_sampling"):
-            pipe.scheduler = type(own).from_config(own.config, stochastic_sampling=False)
+            pipe.scheduler = getattr(diffusers, calm).from_config(sampler.config)
+        elif sampler.config.get("stochastic_sampling"):
+            pipe.scheduler = type(sampler).from_config(sampler.config, stochastic_sampling=False)
         try:
             return round_trip(self.watcher, request, recipe, tables, renewed=renewed)
         finally:
-            pipe.scheduler = own
+            pipe.scheduler = sampler

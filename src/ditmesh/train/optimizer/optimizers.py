@@ -59,13 +59,13 @@ def _class_of(config: TrainConfig) -> type[torch.optim.Optimizer]:
             f"optimizer.name={wanted!r} is no optimizer; use {', '.join(OPTIMIZERS)}, or the path of a class{near}"
         )
     try:
-        found = getattr(import_module(package), kind, None)
+        optimizer_class = getattr(import_module(package), kind, None)
     except ImportError as error:
         line = f"; {install_line('train')}" if name in OPTIMIZERS else ""
         raise ConfigError(f"optimizer.name={wanted!r}: {package} cannot be imported ({error}){line}") from None
-    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
         raise ConfigError(f"optimizer.name={wanted!r} is no torch.optim.Optimizer; give the path of such a class")
-    return found
+    return optimizer_class
 
 
 def _takes(kind: type) -> dict[str, inspect.Parameter]:
@@ -145,7 +145,7 @@ def rate_of(optimizer: torch.optim.Optimizer) -> float:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, dict[str, Tensor]]:
     """The tensors of an optimizer's state by the names of parameters."""
-    found: dict[str, dict[str, Tensor]] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
     seen = set[int]()
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -156,8 +156,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Named) -> dict[st
                 place = value.untyped_storage().data_ptr()
                 value = value.clone() if place in seen else value
                 seen.add(place)
-            found.setdefault(name, {})[key] = value
-    return found
+            tensors.setdefault(name, {})[key] = value
+    return tensors
 
 
 def facts_of_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def matching_state(state: Mapping[str, Any], names: set[str], optimizer: str) ->
     Raises:
         InputError: the state of a parameter has other parts than this optimizer's.
     """
-    known: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for name, of_parameter in state.items():
         prefix = f"optimizer.state.{name}."
         saved = {one for one in names if one.startswith(prefix) and "." not in one.removeprefix(prefix)}
@@ -213,8 +213,8 @@ def matching_state(state: Mapping[str, Any], names: set[str], optimizer: str) ->
                 f"({other[0].removeprefix('optimizer.state.')} ...); resume with those of its run"
             )
         if saved:
-            known[name] = of_parameter
-    return known
+            states[name] = of_parameter
+    return states
 
 
 def fill_state(
