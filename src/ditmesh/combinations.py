@@ -34,14 +34,14 @@ def check_combinations(config: ParallelConfig) -> None:
 
 def _check_shard(config: ParallelConfig) -> None:
     if config.replicas % config.shard:
-        own = config.inputs == "per-data-rank" and config.data > 1
-        cut = {"pipe", "tensor", *(("data",) if own else ())}
+        sharing = config.inputs == "per-data-rank" and config.data > 1
+        cut = {"pipe", "tensor", *(("data",) if sharing else ())}
         product = " x ".join(f"{axis}={degree}" for axis, degree in config.degrees.items() if axis not in cut)
         fitting = [n for n in range(2, config.replicas + 1) if config.replicas % n == 0]
         raise ConfigError(
             f"shard={config.shard} does not divide the {config.replicas} "
             f"{'rank' if config.replicas == 1 else 'ranks'} of {product} that hold equal weights"
-            + (" and share requests (inputs='per-data-rank')" if own else "")
+            + (" and share requests (inputs='per-data-rank')" if sharing else "")
             + "; use "
             + (f"shard={' or '.join(map(str, fitting))}" if fitting else "ulysses, ring, cfg or data with it")
             + (", or tensor or pipe to cut the weights" if not fitting else "")

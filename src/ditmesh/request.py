@@ -300,15 +300,15 @@ def field_error(error: ValidationError) -> FieldError:
             check_text(value, texts.get(name, option_of(name)))
         except InputError as wrong:
             return FieldError(name, "{}", wrong)
-    known = request_fields().get(name, RequestField(""))
-    if known.wrong is None and ("ge" in about or "le" in about):
+    entry = request_fields().get(name, RequestField(""))
+    if entry.wrong is None and ("ge" in about or "le" in about):
         declared = _declared(PictureRequest.model_fields[name])
         least, most = (
             next((getattr(one, bound) for one in declared if hasattr(one, bound)), None) for bound in ("ge", "le")
         )
         bounds = f"{least} or more" if most is None else f"{least} to {most}"
         return FieldError(name, "{" + name + "} {} is not possible; use {}", value, bounds)
-    return FieldError(name, known.wrong or "{" + name + "} {}: {}", value, problem["msg"].lower())
+    return FieldError(name, entry.wrong or "{" + name + "} {}: {}", value, problem["msg"].lower())
 
 
 def _declared(field: FieldInfo) -> list[Any]:

@@ -43,13 +43,13 @@ def outdated(extras: tuple[str, ...] = EXTRAS) -> list[str]:
         if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
             continue
         try:
-            there = version(wanted.name)
+            release = version(wanted.name)
         except PackageNotFoundError:
             continue
         # Builds of vendors have versions such as 2.9.0a0+nv25.9, which come before 2.9.0.
-        if not wanted.specifier.contains(Version(there).base_version, prereleases=True):
+        if not wanted.specifier.contains(Version(release).base_version, prereleases=True):
             bound = f"{wanted.name}{wanted.specifier}"
-            sentences[wanted.name] = f"{wanted.name} {there} is too old for ditmesh; pip install '{bound}'"
+            sentences[wanted.name] = f"{wanted.name} {release} is too old for ditmesh; pip install '{bound}'"
     return list(sentences.values())
 
 

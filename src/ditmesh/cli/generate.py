@@ -204,15 +204,15 @@ def _on_ranks(
     name = "torchrun" if torchrun_rank() is not None else ranks.launcher
     with launcher(name, world_size, kind, ranks.threads, job.timeout) as started:
         start_seconds = time.perf_counter() - began
-        made, facts = generated(job, started)
+        pictures, facts = generated(job, started)
         facts["start_seconds"] = start_seconds
         # The same for one device and for N: the ratio is then one of devices.
         threads = started.threads
         if not started.is_reporter:
             return None
-    config = made[0].receipt.config if isinstance(job.config, str) else job.config
+    config = pictures[0].receipt.config if isinstance(job.config, str) else job.config
     result: dict[str, Any] = {
-        "images": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in made],
+        "images": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in pictures],
         "out": job.out,
         "config": ParallelConfig.read(config).model_dump(),
         "devices": world_size,
@@ -222,7 +222,7 @@ def _on_ranks(
         "total_seconds": time.perf_counter() - began,
     }
     if compare:
-        result["compare"] = _compared(job, name, kind, threads, made, result["seconds"])
+        result["compare"] = _compared(job, name, kind, threads, pictures, result["seconds"])
     return result
 
 
@@ -231,7 +231,7 @@ def _compared(
     name: str | None,
     kind: Literal["cpu", "cuda"],
     threads: int | None,
-    made: list[Generated],
+    pictures: list[Generated],
     seconds: float,
 ) -> dict[str, Any]:
     """Run the job on one device in the same mode, and compare with the result of several."""
@@ -241,7 +241,7 @@ def _compared(
     config = resized(ParallelConfig.read(job.config), 1) if strict else ParallelConfig()
     with guarded_folder("ditmesh-compare-") as folder, launcher(name, 1, kind, threads, job.timeout) as ranks:
         alone, facts = generated(job.changed(config=config, out=folder), ranks, "one device")
-        difference = max(map(_largest_difference, made, alone))
+        difference = max(map(_largest_difference, pictures, alone))
     return {
         "one_device_seconds": facts["seconds"],
         "ratio": facts["seconds"] / seconds,
@@ -281,7 +281,7 @@ def progress(
 
     from ..generate.job import Generated, Loaded, StepDone, UserNote
 
-    made: list[Generated] = []
+    pictures: list[Generated] = []
     facts: dict[str, Any] = {}
     try:
         with bar(TextColumn("steps"), TimeRemainingColumn(), shown=shown) as progress:
@@ -302,16 +302,16 @@ def progress(
                     progress.advance(task, message.pictures * message.steps)
                 elif isinstance(message, Generated):
                     # There may be many receipts: equal fields are stored once.
-                    ours, first = message.receipt, made[0].receipt if made else message.receipt
+                    ours, first = message.receipt, pictures[0].receipt if pictures else message.receipt
                     same = {name: value for name in SHARED if (value := getattr(first, name)) == getattr(ours, name)}
-                    made.append(replace(message, receipt=ours.model_copy(update=same)))
+                    pictures.append(replace(message, receipt=ours.model_copy(update=same)))
 
-            yield report, made, facts
+            yield report, pictures, facts
     except (RankFailed, KeyboardInterrupt):
-        if made:
-            names = ", ".join(picture.path for picture in made[:MAX_LISTED])
-            more = f" and {len(made) - MAX_LISTED} more in {job.out}" if len(made) > MAX_LISTED else ""
-            print(f"{len(made)} of {job.total} images were generated before: {names}{more}", file=sys.stderr)
+        if pictures:
+            names = ", ".join(picture.path for picture in pictures[:MAX_LISTED])
+            more = f" and {len(pictures) - MAX_LISTED} more in {job.out}" if len(pictures) > MAX_LISTED else ""
+            print(f"{len(pictures)} of {job.total} images were generated before: {names}{more}", file=sys.stderr)
         raise
 
 

@@ -110,8 +110,8 @@ def _needed(
     if isinstance(chosen, int):
         choice = demand.choose(chosen, room)
         chosen, note = choice.config, choice.describe() if chosen > 1 else None
-    found = needs(components, chosen, workload, kind, part.runtime, gpu=part.kind == "cuda")
-    most, exceeds = max(rank.peak.total for rank in found), None
+    ranks = needs(components, chosen, workload, kind, part.runtime, gpu=part.kind == "cuda")
+    most, exceeds = max(rank.peak.total for rank in ranks), None
     options = chosen.options()
     if most > room:
         fitting = demand.fitting(chosen.world_size, room, limited=True)
@@ -124,7 +124,7 @@ def _needed(
         "size": [workload.width, workload.height],
         "dtype": dtype,
         "predicted": True,
-        "ranks": [one.as_data() for one in found],
+        "ranks": [one.as_data() for one in ranks],
         "chosen": note,
         "exceeds": exceeds,
         "command": f'ditmesh generate "..." --model {repository or "emoji-sd3"} {options}' if options else None,

@@ -84,12 +84,12 @@ def request_option(name: str, panel: Callable[..., Any] | None = None, **more: A
     # Width and height are one option.
     kind, form = (str | None, "WxH") if name == "width" else (plain_type(name), None)
     least = next((bound.ge for bound in field.metadata if hasattr(bound, "ge")), None)
-    made = panel or (common_option if of.common else picture_option)
+    option = panel or (common_option if of.common else picture_option)
     shown = of.usual if field.default is None else None
     given = {"metavar": form, "help": of.help, **({} if shown is None else {"show_default": shown})} | more
     if least is not None:
         given.setdefault("callback", at_least(least))
-    return Annotated[kind, made(*of.flags, **given)]
+    return Annotated[kind, option(*of.flags, **given)]
 
 
 if TYPE_CHECKING:
@@ -237,13 +237,13 @@ else:
 
     def _picture_options(name: str, without: Sequence[str] = ()) -> type:
         """A dataclass with an option for every field of a request, and for a file of prompts."""
-        made = [("prompts_file", PromptsFile, field(default=None))]
-        for one, of in request_fields().items():
-            if of.flags and one not in without:
-                more = {"callback": at_least(0, but=-1)} if one == "seed" else {}
-                default = field(default=PictureRequest.model_fields[one].default)
-                made.append((of.option, request_option(one, **more), default))
-        return make_dataclass(name, made, frozen=True, namespace={"fields": _asked})
+        options = [("prompts_file", PromptsFile, field(default=None))]
+        for field_name, of in request_fields().items():
+            if of.flags and field_name not in without:
+                more = {"callback": at_least(0, but=-1)} if field_name == "seed" else {}
+                default = field(default=PictureRequest.model_fields[field_name].default)
+                options.append((of.option, request_option(field_name, **more), default))
+        return make_dataclass(name, options, frozen=True, namespace={"fields": _asked})
 
     PictureOptions = _picture_options("PictureOptions")
     SampleOptions = _picture_options("SampleOptions", without=("fps",))

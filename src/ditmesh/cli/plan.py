@@ -159,13 +159,15 @@ def _say(result: dict[str, Any]) -> Report:
         f"guidance {'on' if result['branches'] > 1 else 'off'}; all figures are predicted"
     )
     rows = []
-    for one in result["configurations"]:
-        seconds = [number(one["denoising_seconds"]), number(one["step_seconds"] * 1e3)] if one["fits"] else ["", ""]
-        memory = "" if one["memory_bytes"] is None else f"{one['memory_bytes'] / 1e9:.3g}"
-        cells = (one["words"], str(one["devices"]), *seconds, memory)
-        rows.append([StyledText(cell, "" if one["fits"] else "bad") for cell in cells])
+    for config in result["configurations"]:
+        seconds = (
+            [number(config["denoising_seconds"]), number(config["step_seconds"] * 1e3)] if config["fits"] else ["", ""]
+        )
+        memory = "" if config["memory_bytes"] is None else f"{config['memory_bytes'] / 1e9:.3g}"
+        cells = (config["words"], str(config["devices"]), *seconds, memory)
+        rows.append([StyledText(cell, "" if config["fits"] else "bad") for cell in cells])
     report.table(("configuration", "devices", "denoising s", "ms a step", "GB a rank"), rows)
-    report.points([f"{one['words']}: {one['why']}" for one in result["configurations"]])
+    report.points([f"{config['words']}: {config['why']}" for config in result["configurations"]])
     if result["refused"]:
         reasons = list(dict.fromkeys(result["refused"].values()))
         report.text(f"{len(result['refused'])} were refused: {'; '.join(reasons[:2])}", note=True)

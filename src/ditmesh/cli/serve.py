@@ -92,19 +92,19 @@ else:
         return {name: one for name, field in fields for one in field.metadata if isinstance(one, LimitOption)}
 
     def _limit_options() -> type:
-        made = []
+        entries = []
         for settings in (ApiSettings, ServiceSettings):
             for name, of in _limits(settings).items():
                 kind, default = settings.model_fields[name].annotation, settings.model_fields[name].default
                 option = typer.Option(
                     rich_help_panel="Limits", help=of.help, metavar=of.form, callback=at_least(of.least)
                 )
-                made.append((name, Annotated[kind, option], field(default=kind(default / of.unit))))
+                entries.append((name, Annotated[kind, option], field(default=kind(default / of.unit))))
 
         def values(options: Any, settings: Any) -> dict[str, Any]:
             return {name: getattr(options, name) * of.unit for name, of in _limits(settings).items()}
 
-        return make_dataclass("LimitOptions", made, frozen=True, namespace={"of": values})
+        return make_dataclass("LimitOptions", entries, frozen=True, namespace={"of": values})
 
     LimitOptions = _limit_options()
 
@@ -254,16 +254,16 @@ def planned(
 
 def _aliases(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Aliases of models. Raises `InputError`: there is no such model, or the name is one's already."""
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for text in texts:
         alias, _, name = text.partition("=")
         if not alias or name not in names:
             known = ", ".join(map(repr, names))
             raise InputError(f"--model-alias {text!r} is not ALIAS=NAME of a model; use one of the names {known}")
-        if alias in names or alias in found:
+        if alias in names or alias in aliases:
             raise InputError(f"--model-alias {text!r}: {alias!r} is the name of a model already; use another one")
-        found[alias] = name
-    return found
+        aliases[alias] = name
+    return aliases
 
 
 @with_groups
@@ -316,7 +316,7 @@ def check_installed() -> None:
 
 def _named(texts: Sequence[str], option: str) -> dict[str, str]:
     """``NAME=PATH`` by name; without a name that of the file or folder."""
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for text in texts:
         # A folder may have an equals sign in its name.
         name, equals, path = text.partition("=") if not os.path.exists(text) else ("", "", text)
@@ -327,10 +327,10 @@ def _named(texts: Sequence[str], option: str) -> dict[str, str]:
             name = name.removesuffix(".safetensors")
         if not name or not path:
             raise InputError(f"{option} {text!r} is not NAME=PATH; write it as my-name=./folder")
-        if name in found:
+        if name in paths:
             raise InputError(f"{option} {text!r}: {name!r} is given twice; give one of them a name: NAME=PATH")
-        found[name] = path
-    return found
+        paths[name] = path
+    return paths
 
 
 def _specs(

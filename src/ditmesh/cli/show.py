@@ -25,12 +25,12 @@ def emit(result: dict[str, Any], as_json: bool, say: Callable[[dict[str, Any]], 
     Raises:
         InputError: standard output is a file on a full disk.
     """
-    said = None if as_json else say(result)
+    summary = None if as_json else say(result)
     try:
         if as_json:
             print(report.as_json(result))
-        elif said is not None:
-            print_report(said)
+        elif summary is not None:
+            print_report(summary)
         # Here, as the process leaves without a word about what it could not write.
         sys.stdout.flush()
     except BrokenPipeError:

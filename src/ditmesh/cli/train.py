@@ -83,24 +83,24 @@ def train(
         return
     from ..launch import launcher, torchrun_rank
 
-    there = torchrun_rank()
-    if there is not None and devices not in (None, there.world_size):
-        raise ConfigError(f"--devices {devices}, but torchrun has started {there.world_size} ranks; leave it out")
-    devices = devices if there is None else there.world_size
+    place = torchrun_rank()
+    if place is not None and devices not in (None, place.world_size):
+        raise ConfigError(f"--devices {devices}, but torchrun has started {place.world_size} ranks; leave it out")
+    devices = devices if place is None else place.world_size
     chosen = _configured(config, change or (), parallel.settings(), resume, devices)
     world_size = devices or chosen.parallel.world_size
-    kind = _device_of(chosen, device, there, world_size)
+    kind = _device_of(chosen, device, place, world_size)
     checked, limit = memory_check(memory_limit)
     options = {"timeout": timeout, "check_memory": checked, "memory_limit": limit}
-    show = Shown(there is None or there.rank == 0)
-    with show.progress, launcher(there and "torchrun", world_size, kind, threads, timeout) as ranks:
+    show = Shown(place is None or place.rank == 0)
+    with show.progress, launcher(place and "torchrun", world_size, kind, threads, timeout) as ranks:
         results = ranks.run(_on_rank, chosen, options, on_message=lambda _, now: show(now))
         is_reporter = ranks.is_reporter
     if is_reporter:
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
 
 
-def _device_of(chosen: TrainConfig, device: DeviceChoice, there: Any, world_size: int) -> str:
+def _device_of(chosen: TrainConfig, device: DeviceChoice, place: Any, world_size: int) -> str:
     """The kind of device of a run whose settings, model and folders are checked before ranks start."""
     from ..generate.model_info import find_model
     from ..generate.run import PRELOAD
@@ -110,13 +110,13 @@ def _device_of(chosen: TrainConfig, device: DeviceChoice, there: Any, world_size
 
     check_settings(chosen)
     chosen.parallel.check_world_size(world_size)
-    if there is None:
+    if place is None:
         # Under torchrun all ranks train together.
         check_output(chosen)
     info = find_model(chosen.pretrained_model_name_or_path)
     begin_local_ranks(device, (*PRELOAD, "ditmesh.train.run"))
     check_run(chosen, info)
-    return resolve_device(device, world_size if there is None else there.local_size)
+    return resolve_device(device, world_size if place is None else place.local_size)
 
 
 def _checked(config: Path, changes: Sequence[str]) -> dict[str, Any]:
@@ -173,9 +173,9 @@ def _say_check(result: dict[str, Any]) -> Report:
 
 def _say_data(report: Report, data: dict[str, Any]) -> None:
     rows = []
-    for one in data["sets"]:
-        share = f"{one['per_epoch']} (weight {one['weight']:g})"
-        rows.append([one["dir"], str(one["samples"]), share, str(one["masks"] or ""), str(one["references"] or "")])
+    for row in data["sets"]:
+        share = f"{row['per_epoch']} (weight {row['weight']:g})"
+        rows.append([row["dir"], str(row["samples"]), share, str(row["masks"] or ""), str(row["references"] or "")])
     report.table(("data set", "samples", "in an epoch", "with mask", "with reference"), rows)
     rows = [
         [f"{bucket['size'][0]} x {bucket['size'][1]}", str(bucket["samples"]), f"{bucket['cut_away']:.0%}"]
@@ -189,7 +189,7 @@ def _say_data(report: Report, data: dict[str, Any]) -> None:
     points = list(captions["cut"])
     if captions["without"]:
         points.append(f"without: {enumerated(captions['without'], 8)}")
-    points += [f"skipped: {one}" for one in data["skipped"]]
+    points += [f"skipped: {reason}" for reason in data["skipped"]]
     points += data["notes"]
     if data["decoded"] < data["samples"]:
         points.append(f"{data['decoded']} of {data['samples']} samples were decoded; the others by their heads alone")

@@ -26,7 +26,7 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     Raises:
         InputError: the file cannot be read, or there is no prompt at all.
     """
-    found = list(prompts or [])
+    texts = list(prompts or [])
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
@@ -36,10 +36,10 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
         written = [line.strip() for line in lines if line.strip()]
         if not written:
             raise InputError(f"the prompts {str(file)!r} hold no prompt; write one a line")
-        found += written
-    if not found:
+        texts += written
+    if not texts:
         raise InputError('there is no prompt; write one, such as "a red fox", or give a file with --prompts')
-    return found
+    return texts
 
 
 def parallel_config(
@@ -52,16 +52,16 @@ def parallel_config(
         heads: attention heads of the model, when known.
     """
     degrees = any(name in AXES for name in settings)
-    there = torchrun_rank()
-    if devices is None and not degrees and isinstance(settings.get("speeds"), tuple) and there is None:
+    place = torchrun_rank()
+    if devices is None and not degrees and isinstance(settings.get("speeds"), tuple) and place is None:
         devices = len(settings["speeds"])
-    if there is not None:
-        if devices not in (None, there.world_size):
+    if place is not None:
+        if devices not in (None, place.world_size):
             raise ConfigError(
-                f"--devices {devices}, but torchrun has started {there.world_size} ranks; leave --devices out, or "
+                f"--devices {devices}, but torchrun has started {place.world_size} ranks; leave --devices out, or "
                 f"start {devices} with torchrun --nproc-per-node {devices}"
             )
-        devices = there.world_size
+        devices = place.world_size
     if file is not None and settings:
         options = ", ".join(map(option_words, settings))
         raise ConfigError(f"--config {str(file)!r} and {options} both configure; write all of it into the file")
@@ -76,7 +76,7 @@ def parallel_config(
     config = ParallelConfig.read(file) if file is not None else ParallelConfig(**settings)
     devices = devices or config.world_size
     config.check_world_size(
-        devices, f"and --devices is {devices}" if there is None else f"and torchrun has started {devices}"
+        devices, f"and --devices is {devices}" if place is None else f"and torchrun has started {devices}"
     )
     return devices, config
 
@@ -173,12 +173,12 @@ def embedded_or(
     from ..generate.model_info import find_model
 
     info = find_model(zoo.path() if model is None else model)
-    own = zoo.embedded(info.files)
-    if own is None:
+    defaults = zoo.embedded(info.files)
+    if defaults is None:
         return info, steps, guidance, None
     # The pipeline's defaults are meant for a model a thousand times larger.
-    steps, guidance = steps or own.steps, own.guidance_scale if guidance is None else guidance
-    return info, steps, guidance, own.max_sequence_length
+    steps, guidance = steps or defaults.steps, defaults.guidance_scale if guidance is None else guidance
+    return info, steps, guidance, defaults.max_sequence_length
 
 
 def check_planned(model: str) -> None:
@@ -191,13 +191,13 @@ def check_planned(model: str) -> None:
     from ..generate.model_info import is_hub_id
     from ..memory.catalogue import shapes
 
-    known = [*shapes(), *zoo.EMBEDDED]
+    names = [*shapes(), *zoo.EMBEDDED]
     if not model:
         raise InputError(f"say which model: {', '.join(shapes())}, or the folder of a pipeline")
-    if model.lower() not in known and not Path(model).exists() and not is_hub_id(model):
-        near = did_you_mean(model.lower(), known)
+    if model.lower() not in names and not Path(model).exists() and not is_hub_id(model):
+        near = did_you_mean(model.lower(), names)
         raise InputError(
-            f"model {model!r} is no folder and none of {', '.join(known)}{near or '; give one of these, or a folder'}"
+            f"model {model!r} is no folder and none of {', '.join(names)}{near or '; give one of these, or a folder'}"
         )
 
 

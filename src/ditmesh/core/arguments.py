@@ -96,16 +96,16 @@ _PARAMETER_NAMES: WeakKeyDictionary[Callable[..., Any], dict[bool, tuple[str, ..
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the parameters that can be passed by position, without ``self``."""
     # A method is a new object for each access; its function stays.
-    own = getattr(function, "__func__", function)
+    origin = getattr(function, "__func__", function)
     try:
-        known = _PARAMETER_NAMES.setdefault(own, {})
+        names = _PARAMETER_NAMES.setdefault(origin, {})
     except TypeError:
         # A function of C has no weak references.
         return _parameter_names(function)
-    bound = own is not function
-    if bound not in known:
-        known[bound] = _parameter_names(function)
-    return known[bound]
+    bound = origin is not function
+    if bound not in names:
+        names[bound] = _parameter_names(function)
+    return names[bound]
 
 
 def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -212,11 +212,11 @@ class CallClock:
         index = getattr(scheduler, "step_index", None)
         before, of.at = of.at, (scheduler, index if isinstance(index, int) else None)
         forced, of.forced = of.forced, False
-        known = bool(of.calls) and scheduler is not None and scheduler is before[0]
-        if known and of.at[1] != before[1]:
+        same_scheduler = bool(of.calls) and scheduler is not None and scheduler is before[0]
+        if same_scheduler and of.at[1] != before[1]:
             of.counts = of.at[1] is not None
             return True
-        of.counts = of.counts and known
+        of.counts = of.counts and same_scheduler
         if forced or not of.calls:
             return True
         if of.counts:

@@ -97,13 +97,13 @@ class _Feeder:
         else:
             # By what pickle would keep of it, but part by part: its bytes also show who shares what.
             try:
-                kept = value.__reduce_ex__(4)
+                reduction = value.__reduce_ex__(4)
             except Exception:
                 # A lock, an open file, a stream: whatever it holds, it does not show.
                 self._put("object", qualified_name(type(value)).encode())
                 self.complete = False
                 return
-            for part in kept if isinstance(kept, tuple) else (kept,):
+            for part in reduction if isinstance(reduction, tuple) else (reduction,):
                 self.feed(list(part) if isinstance(part, Iterator) else part)
 
     def _all(self, kind: str, items: Iterable[Any]) -> None:

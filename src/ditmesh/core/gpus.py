@@ -42,11 +42,11 @@ def gpu_facts(device: torch.device) -> dict[str, str]:
     Flash attention cuts the keys by the number of multiprocessors, of which one name may have several (H100 SXM has
     132, H100 PCIe 114).
     """
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return {
-        "device": found.name,
-        "multiprocessors": str(found.multi_processor_count),
-        "compute capability": f"{found.major}.{found.minor}",
+        "device": properties.name,
+        "multiprocessors": str(properties.multi_processor_count),
+        "compute capability": f"{properties.major}.{properties.minor}",
         "CUDA": str(torch.version.cuda),
         "cuDNN": str(torch.backends.cudnn.version()),
         "cuBLAS": _cublas(),

@@ -250,15 +250,15 @@ def call_backend(name: str, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, **gi
     """
     function = backend_function(name)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_bhsd, k_bhsd, v_bhsd))
-    known = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
     scale = given.get("scale")
-    if (name in _ONE_SCALE or "scale" not in known) and scale not in (None, q_bhsd.shape[-1] ** -0.5):
+    if (name in _ONE_SCALE or "scale" not in parameters) and scale not in (None, q_bhsd.shape[-1] ** -0.5):
         raise LayoutError(
             f"the attention backend {name!r} takes no other scale of the scores than 1/sqrt({q_bhsd.shape[-1]}), and "
             f"{scale} is asked for; use attention='native'"
         )
     with unhandled():
-        out = function(query=q, key=k, value=v, **{key: value for key, value in given.items() if key in known})
+        out = function(query=q, key=k, value=v, **{key: value for key, value in given.items() if key in parameters})
     return (out[0].transpose(1, 2), *out[1:]) if isinstance(out, tuple) else out.transpose(1, 2)
 
 

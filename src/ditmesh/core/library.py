@@ -37,11 +37,11 @@ def _library_class(kind: type, library: str) -> type | None:
         package = base.__module__.partition(".")[0]
         if package == library and getattr(sys.modules.get(base.__module__), base.__name__, None) is base:
             # Classes that torch puts in front (FSDP2's) leave what is computed as it is.
-            before = [one for one in kind.__mro__[:number] if one.__module__.partition(".")[0] != "torch"]
-            own = {name for one in before for name in vars(one)} - _OWN
+            before = [child for child in kind.__mro__[:number] if child.__module__.partition(".")[0] != "torch"]
+            own = {name for child in before for name in vars(child)} - _OWN
             members = [getattr(base, name, None) for name in own]
             code = (property, functools.cached_property)
-            return None if any(callable(one) or isinstance(one, code) for one in members) else base
+            return None if any(callable(member) or isinstance(member, code) for member in members) else base
     return None
 
 

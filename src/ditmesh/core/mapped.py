@@ -25,8 +25,8 @@ def pages_of(tensors: Iterable[Tensor]) -> list[Pages | None]:
     Args:
         tensors: any; those with values on the host and without gaps can be such pages.
     """
-    found = list(tensors)
-    places: list[Pages | None] = [None] * len(found)
+    tensors = list(tensors)
+    places: list[Pages | None] = [None] * len(tensors)
     with suppress(OSError, ValueError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # One expression for all: a rank has hundreds of mappings with two dozen lines each.
@@ -36,7 +36,7 @@ def pages_of(tensors: Iterable[Tensor]) -> list[Pages | None]:
             # Pages of the process's own are those that it has written to.
             if int(own) + int(swapped) == 0
         )
-        for number, tensor in enumerate(found):
+        for number, tensor in enumerate(tensors):
             if not _is_plain(tensor):
                 continue
             first, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
@@ -59,8 +59,8 @@ def files_of(tensors: Iterable[Tensor]) -> list[tuple[str, int] | None]:
 
     The file of that name is the one that is mapped.
     """
-    found = list(tensors)
-    pages = pages_of(found)
+    tensors = list(tensors)
+    pages = pages_of(tensors)
     paths: dict[str, str] = {}
     with suppress(OSError, ValueError):
         for words in _lines():
@@ -69,7 +69,7 @@ def files_of(tensors: Iterable[Tensor]) -> list[tuple[str, int] | None]:
         of_tensors = {one[1] for one in pages if one is not None}
         paths = {file: path for file, path in paths.items() if file in of_tensors and _is_of(path, file)}
         return [(paths[one[1]], one[2]) if one is not None and one[1] in paths else None for one in pages]
-    return [None] * len(found)
+    return [None] * len(tensors)
 
 
 def _lines() -> Iterator[list[str]]:

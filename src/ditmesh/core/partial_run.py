@@ -221,11 +221,11 @@ class PartialRun(TorchDispatchMode):
 
     def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Indices without masks: the places that those with values select."""
-        found: list[Tensor | None] = []
+        places: list[Tensor | None] = []
         for index in indices:
             masks = index is not None and index.dtype in (torch.bool, torch.uint8) and not self.is_unknown(index)
-            found += index.nonzero().unbind(1) if masks and index is not None else [index]
-        return found
+            places += index.nonzero().unbind(1) if masks and index is not None else [index]
+        return places
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

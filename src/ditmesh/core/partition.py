@@ -40,11 +40,15 @@ class Partition:
     @staticmethod
     def beside(partitions: Sequence[Partition]) -> Partition:
         """The blocks of several partitions of as many parts, one after the other."""
-        starts = offsets([len(one.blocks) for one in partitions])
+        starts = offsets([len(partition.blocks) for partition in partitions])
         return Partition(
-            tuple(block for one in partitions for block in one.blocks),
-            frozenset(start + block for start, one in zip(starts, partitions, strict=True) for block in one.replicated),
-            tuple(name for one in partitions for name in one.names),
+            tuple(block for partition in partitions for block in partition.blocks),
+            frozenset(
+                start + block
+                for start, partition in zip(starts, partitions, strict=True)
+                for block in partition.replicated
+            ),
+            tuple(name for partition in partitions for name in partition.names),
         )
 
     @cached_property
@@ -101,13 +105,13 @@ class Partition:
 
     def runs(self, part: int) -> list[tuple[int, int]]:
         """``(start, stop)`` of the runs a part holds, in the whole dimension; neighbouring runs are one."""
-        found: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         for start, length in self.places(part):
-            if found and found[-1][1] == start:
-                found[-1] = (found[-1][0], start + length)
+            if spans and spans[-1][1] == start:
+                spans[-1] = (spans[-1][0], start + length)
             elif length:
-                found.append((start, start + length))
-        return found
+                spans.append((start, start + length))
+        return spans
 
     def take(self, whole: Tensor, dim: int, parts: int | range) -> Tensor:
         """The elements of one part, or consecutive ones, of a tensor that is whole along ``dim``, block by block.

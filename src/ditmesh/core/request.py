@@ -57,24 +57,24 @@ class PipelineCall:
 
     def __init__(self, pipe: Any, around: Callable[..., Any]) -> None:
         self._pipe, self._around = pipe, around
-        own = type(pipe)
-        call = own.__call__
+        kind = type(pipe)
+        call = kind.__call__
 
         @functools.wraps(call)
         def wrapped(pipe: Any, *args: Any, **kwargs: Any) -> Any:
             return self._around(functools.partial(call, pipe), *args, **kwargs)
 
         def reduced(pipe: Any, protocol: SupportsIndex) -> Any:
-            return refuse_pickling(own, own.__name__, pipe, protocol)
+            return refuse_pickling(kind, kind.__name__, pipe, protocol)
 
-        self._class = own
+        self._class = kind
         members = {
             "__call__": wrapped,
             "__reduce_ex__": reduced,
-            "__module__": own.__module__,
+            "__module__": kind.__module__,
             _UNDONE: False,
         }
-        self._subclass: Any = type(own.__name__, (own,), members)
+        self._subclass: Any = type(kind.__name__, (kind,), members)
         pipe.__class__ = self._subclass
 
     def undo(self) -> None:
@@ -82,8 +82,8 @@ class PipelineCall:
         self._around = lambda proceed, *args, **kwargs: proceed(*args, **kwargs)
         setattr(self._subclass, _UNDONE, True)
         if type(self._pipe) is self._subclass:
-            own = self._class
+            kind = self._class
             # Those that lay under this one and were undone before it.
-            while vars(own).get(_UNDONE):
-                own = own.__bases__[0]
-            self._pipe.__class__ = own
+            while vars(kind).get(_UNDONE):
+                kind = kind.__bases__[0]
+            self._pipe.__class__ = kind

@@ -229,19 +229,19 @@ class CopiedModule:
                     state[key] = value.data, [contents[number] for number in value.tensors]
         return states
 
-    def _module_content(self, one: nn.Module, tensors: NumberedTensors) -> dict[tuple[str, str], Any]:
+    def _module_content(self, module: nn.Module, tensors: NumberedTensors) -> dict[tuple[str, str], Any]:
         """The content of one module's state."""
-        own, fixed = vars(one), self._fixed.get(id(one))
-        if fixed is not None and len(own) == fixed.entries and all(map(is_, map(own.get, fixed.names), fixed.values)):
+        data, fixed = vars(module), self._fixed.get(id(module))
+        if fixed is not None and len(data) == fixed.entries and all(map(is_, map(data.get, fixed.names), fixed.values)):
             state = dict(fixed.contents)
         else:
-            attributes = dict(_attributes(one))
+            attributes = dict(_attributes(module))
             state = {key: self._content(value, tensors) for key, value in attributes.items()}
-            self._fixed.pop(id(one), None)
+            self._fixed.pop(id(module), None)
             if all(type(value) in _PLAIN for value in attributes.values()):
                 names = [name for _, name in attributes]
-                self._fixed[id(one)] = _Fixed(len(own), names, list(attributes.values()), dict(state))
-        for key, value in (*_tensors(one), *_hooks_of(one)):
+                self._fixed[id(module)] = _Fixed(len(data), names, list(attributes.values()), dict(state))
+        for key, value in (*_tensors(module), *_hooks_of(module)):
             state[key] = self._content(value, tensors)
         return state
 
@@ -315,11 +315,11 @@ def _functions(kind: type) -> dict[str, Any]:
     return {name: value for name, value in vars(kind).items() if isinstance(value, FunctionType)}
 
 
-def _state(one: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+def _state(module: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
     """A module's own state, by kind and name, without what is torch's and ours."""
-    yield from _tensors(one)
-    yield from _attributes(one)
-    yield from _hooks_of(one)
+    yield from _tensors(module)
+    yield from _attributes(module)
+    yield from _hooks_of(module)
 
 
 def _tensors(one: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
@@ -342,16 +342,16 @@ def _hooks_of(one: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
         yield (HOOKS, ""), hooks
 
 
-def _hooks(one: nn.Module) -> list[Hook]:
+def _hooks(module: nn.Module) -> list[Hook]:
     """The hooks of the program on a module."""
     hooks = []
     for kind, flags in _FLAGS.items():
         place = 0
-        for key, hook in vars(one)[kind].items():
+        for key, hook in vars(module)[kind].items():
             if is_ours(hook):
                 place += 1
             else:
-                hooks.append(Hook(kind, hook, tuple(flag for flag in flags if key in vars(one)[flag]), place))
+                hooks.append(Hook(kind, hook, tuple(flag for flag in flags if key in vars(module)[flag]), place))
     return hooks
 
 
@@ -393,36 +393,36 @@ def applied(module: nn.Module, changes: Sequence[ModuleChange]) -> None:
     """Bring a copy to the module's present state."""
     order = list(module.modules())
     for change in changes:
-        one = order[change.module]
+        submodule = order[change.module]
         for (kind, name), value in change.values.items():
             if kind == HOOKS:
-                _put_hooks(one, value)
+                _put_hooks(submodule, value)
             else:
-                (vars(one) if kind == ATTRIBUTES else vars(one)[kind])[name] = value
+                (vars(submodule) if kind == ATTRIBUTES else vars(submodule)[kind])[name] = value
         for kind, name in change.gone:
             if kind == HOOKS:
-                _put_hooks(one, ())
+                _put_hooks(submodule, ())
             else:
-                (vars(one) if kind == ATTRIBUTES else vars(one)[kind]).pop(name, None)
+                (vars(submodule) if kind == ATTRIBUTES else vars(submodule)[kind]).pop(name, None)
 
 
-def _put_hooks(one: nn.Module, hooks: Sequence[Hook]) -> None:
+def _put_hooks(module: nn.Module, hooks: Sequence[Hook]) -> None:
     """Replace the program's hooks on a module; ditmesh's own stay where they are among them."""
     for kind, flags in _FLAGS.items():
-        held, state = vars(one)[kind], [vars(one)[flag] for flag in flags]
-        own = [(key, hook, [key in flag for flag in state]) for key, hook in held.items() if is_ours(hook)]
+        held, state = vars(module)[kind], [vars(module)[flag] for flag in flags]
+        ours = [(key, hook, [key in flag for flag in state]) for key, hook in held.items() if is_ours(hook)]
         for kept in (held, *state):
             kept.clear()
         new = [hook for hook in hooks if hook.kind == kind]
-        for place in range(len(own) + 1):
+        for place in range(len(ours) + 1):
             for hook in new:
-                if hook.place == place or (hook.place > place == len(own)):
+                if hook.place == place or (hook.place > place == len(ours)):
                     key = RemovableHandle(held).id
                     held[key] = hook.hook
                     for flag in hook.flags:
-                        vars(one)[flag][key] = True
-            if place < len(own):
-                key, function, marks = own[place]
+                        vars(module)[flag][key] = True
+            if place < len(ours):
+                key, function, marks = ours[place]
                 held[key] = function
                 for flag, marked in zip(state, marks, strict=True):
                     if marked:

@@ -112,13 +112,13 @@ class HostedRanks(RankPool):
         done.others = self._beside(lambda: self.run(fn, *args, **kwargs), lambda: done.take(here))
         return done
 
-    def _beside(self, call: Callable[[], Any], here: Callable[[], None]) -> Any:
+    def _beside(self, call: Callable[[], Any], part: Callable[[], None]) -> Any:
         """The result of ``call``, which hears the others in a thread of its own, while this one does rank 0's part."""
         heard: HostedCall[Any] = HostedCall()
         thread = threading.Thread(target=heard.take, args=(call,), name="ditmesh-hears-ranks", daemon=True)
         thread.start()
         try:
-            here()
+            part()
             thread.join()
         except BaseException:
             # Ctrl-C: the state of the others is not known.

@@ -163,9 +163,9 @@ def left_random(model: nn.Module, missing: Collection[str]) -> list[str]:
     absent = {name for name in missing if not any(re.search(pattern, name) for pattern in ignored)}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     # A tied weight is there under another name.
-    there = {id(parameter) for name, parameter in parameters.items() if name not in absent}
+    ids = {id(parameter) for name, parameter in parameters.items() if name not in absent}
     return sorted(
         name
         for name in absent
-        if (name in parameters and id(parameters[name]) not in there) or name.rpartition(".")[2] in STATISTICS
+        if (name in parameters and id(parameters[name]) not in ids) or name.rpartition(".")[2] in STATISTICS
     )

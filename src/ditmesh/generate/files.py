@@ -84,12 +84,12 @@ def input_picture(role: Role, path: str | Path) -> InputFile:
         InputError: it cannot be read, or is no image or video of a possible size.
     """
     path = _file(role, Path(path))
-    found = InputFile(role, str(path), file_digest(path))
+    file = InputFile(role, str(path), file_digest(path))
     if role == "video":
-        open_video(found, 1)
+        open_video(file, 1)
     else:
-        open_picture(found)
-    return found
+        open_picture(file)
+    return file
 
 
 def adapter(role: Role, text: str) -> InputFile:
@@ -338,14 +338,14 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
     files = list(files)
     if not files and strength is None:
         return name
-    own = getattr(diffusers, name, None)
-    if not isinstance(own, type):
+    base = getattr(diffusers, name, None)
+    if not isinstance(base, type):
         options = ", ".join(f"--{file.role}" for file in files) or "--strength"
         raise InputError(f"{options}: {name} is no class of diffusers; call the pipeline from Python")
     wanted = {IMAGE_ARGUMENTS[file.role]: file.role for file in files if file.role in IMAGE_ARGUMENTS}
     if strength is not None:
         wanted["strength"] = "strength"
-    kinds = [own, *_beside(own, "mask_image" in wanted)]
+    kinds = [base, *_beside(base, "mask_image" in wanted)]
     networks = [controlnet_class(Path(file.path)) for file in files if file.role == "controlnet"]
     if networks:
         kinds = _with_controlnet(kinds, networks[0])
@@ -383,7 +383,7 @@ def check_mask_support(pipeline: str, files: Iterable[InputFile], channels: Any)
         )
 
 
-def _beside(own: type[Any], masked: bool) -> list[type[Any]]:
+def _beside(base: type[Any], masked: bool) -> list[type[Any]]:
     """diffusers' variants of a pipeline class for an image, a video, or an image and a mask."""
     import diffusers
     from diffusers.pipelines import auto_pipeline
@@ -393,34 +393,34 @@ def _beside(own: type[Any], masked: bool) -> list[type[Any]]:
         auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING,
         auto_pipeline.AUTO_INPAINT_PIPELINES_MAPPING,
     ]
-    model = next((key for mapping in maps for key, kind in mapping.items() if kind.__name__ == own.__name__), None)
+    model = next((key for mapping in maps for key, kind in mapping.items() if kind.__name__ == base.__name__), None)
     found = maps[2 if masked else 1].get(model or "")
-    others = (getattr(diffusers, name, None) for name in VIDEO_PIPELINES.get(own.__name__, ()))
-    return [kind for kind in (found, *others) if isinstance(kind, type) and kind is not own]
+    others = (getattr(diffusers, name, None) for name in VIDEO_PIPELINES.get(base.__name__, ()))
+    return [kind for kind in (found, *others) if isinstance(kind, type) and kind is not base]
 
 
 def _with_controlnet(kinds: list[type[Any]], network: type[Any]) -> list[type[Any]]:
     """diffusers' ControlNet variants of pipeline classes."""
     import diffusers
 
-    names = [one.__name__ for one in kinds]
+    names = [kind.__name__ for kind in kinds]
     for name in () if "ControlNet" in names[0] else tuple(names):
         names += [
             re.sub("((Img2Img|Inpaint)?)Pipeline$", rf"ControlNet\g<1>{end}", name)
             for end in ("Pipeline", "ingPipeline")
         ]
-    found = [
+    variants = [
         kind for name in names if "ControlNet" in name and isinstance(kind := getattr(diffusers, name, None), type)
     ]
-    if not found:
+    if not variants:
         raise InputError(f"--controlnet: diffusers has no {names[len(kinds)]}; leave it out, or give another model")
-    takes = {kind: get_type_hints(kind.__init__).get("controlnet") for kind in found}
+    takes = {kind: get_type_hints(kind.__init__).get("controlnet") for kind in variants}
     fitting = [kind for kind, of in takes.items() if network in (of, *get_args(of))]
     if not fitting:
-        of = takes[found[0]]
-        names = [one.__name__ for one in (of, *get_args(of)) if isinstance(one, type)]
+        of = takes[variants[0]]
+        names = [option.__name__ for option in (of, *get_args(of)) if isinstance(option, type)]
         raise InputError(
-            f"--controlnet: {found[0].__name__} takes {' or '.join(names)}, not {network.__name__}; give another one"
+            f"--controlnet: {variants[0].__name__} takes {' or '.join(names)}, not {network.__name__}; give another one"
         )
     return fitting
 

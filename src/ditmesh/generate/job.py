@@ -230,13 +230,13 @@ def _check_video(job: PictureJob, model: ModelInfo) -> None:
 
 def _check_input_frames(job: PictureJob, model: ModelInfo, file: InputFile) -> None:
     """Reject an input video with fewer frames than requested."""
-    there = len(open_video(file, job.frames))
-    if job.frames is not None and there < job.frames:
+    count = len(open_video(file, job.frames))
+    if job.frames is not None and count < job.frames:
         why = "{video} {!r} has {} frames, fewer than {frames} {}"
-        raise FieldError("video", why, file.path, there, job.frames)
+        raise FieldError("video", why, file.path, count, job.frames)
     if job.frames is None:
         try:
-            model.check_frames(there)
+            model.check_frames(count)
         except InputError as error:
             raise FieldError("video", "{video} {!r}: {}, as {frames}", file.path, error) from None
 

@@ -161,11 +161,11 @@ def read_pipeline(
         if name not in components and (mesh.tensor.size > 1 or model.__name__ in known_models()):
             components[name] = load_transformer(model, info.files / name, config, mesh, dtype, variant)
 
-    def whole(**more: Any) -> Any:
+    def read_with(**more: Any) -> Any:
         return read_saved(info, kind, variant=variant, **components, **more, **dtype_option(torch_dtype))
 
     if not (together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return whole()
+        return read_with()
 
     # Options of from_pretrained may change the loaded weights.
     plain = set(components) <= set(info.index)
@@ -173,8 +173,8 @@ def read_pipeline(
     with suppress(Exception):
         getattr(diffusers, info.pipeline_class)
     hosts = mesh.hosts if mesh is not None and mesh.world_size == dist.get_world_size() else None
-    pipe, shared = shared_components(shareable_components(info, components) if plain else [], whole, hosts)
-    return whole(**shared) if pipe is None else pipe
+    pipe, shared = shared_components(shareable_components(info, components) if plain else [], read_with, hosts)
+    return read_with(**shared) if pipe is None else pipe
 
 
 def dtype_of(dtypes: Dtypes, name: str) -> torch.dtype | None:

@@ -93,23 +93,23 @@ class _Names:
         kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
         modules = {name: getattr(module, "base_layer", module) for name, module in model.named_modules()}
         self.modules: dict[str, Any] = {name: module for name, module in modules.items() if isinstance(module, kinds)}
-        own = [OriginalLayer(name, (name,)) for name in self.modules]
+        ours = [OriginalLayer(name, (name,)) for name in self.modules]
         self._known: dict[str, OriginalLayer] = {}
         theirs = [layer for layer in original_layers(model) if self.modules.keys() >= set(layer.parts)]
         # The model's own names come first.
-        for layer in (*own, *theirs):
+        for layer in (*ours, *theirs):
             for name in (layer.name, layer.name.replace(".", "_")):
                 self._known.setdefault(name, layer)
 
     def find(self, name: str) -> OriginalLayer | None:
         """The layer of a name without what stands for the component."""
-        for one in (
+        for spelling in (
             name,
             name.replace(".processor", ""),
             name.removeprefix("text_model."),
             name.removeprefix("text_model_"),
         ):
-            for form in (one, f"{one}.0", f"{one}_0") if one.endswith("to_out") else (one,):
+            for form in (spelling, f"{spelling}.0", f"{spelling}_0") if spelling.endswith("to_out") else (spelling,):
                 if form in self._known:
                     return self._known[form]
         return None
@@ -163,18 +163,18 @@ class _Fitting:
     def add(self, layer: LoraLayer) -> None:
         """Add a layer of the file, or the reason why it is left out."""
         part, rests = _component_of(layer.name)
-        own = self._component if part == "transformer" else part
-        model = getattr(self._pipe, own, None)
+        component = self._component if part == "transformer" else part
+        model = getattr(self._pipe, component, None)
         if part != "transformer" and (part not in self._loadable or model is None):
             self.found.left[layer.name] = NO_ENCODER
             return
-        if model is not None and own not in self._names:
-            self._names[own] = _Names(model)
-        names = self._names.get(own)
+        if model is not None and component not in self._names:
+            self._names[component] = _Names(model)
+        names = self._names.get(component)
         place = next((place for rest in rests if names and (place := names.find(rest)) is not None), None)
         if names is None or place is None:
             self.found.left[layer.name] = NOT_THERE
-        elif not set(place.parts).isdisjoint(self.found.layers.get(own, ())):
+        elif not set(place.parts).isdisjoint(self.found.layers.get(component, ())):
             self.found.left[layer.name] = TWICE
         else:
             settings = self._settings.get(part)
@@ -182,28 +182,28 @@ class _Fitting:
                 settings = self._settings.get("")
             rows = self._rows(layer, place, settings)
             self._check_size(layer, names, place, rows)
-            self._cut(part, own, names, place, rows)
+            self._cut(part, component, names, place, rows)
 
     def _rows(self, layer: LoraLayer, place: OriginalLayer, settings: Strength | None) -> dict[str, Tensor]:
         """The tensors of a layer, with the scale in them."""
-        own = {kind: _computable(self._tensors[name]) for kind, name in layer.tensors.items()}
-        rank = own["down"].shape[0]
-        if own["up"].shape[1] != rank:
+        tensors = {kind: _computable(self._tensors[name]) for kind, name in layer.tensors.items()}
+        rank = tensors["down"].shape[0]
+        if tensors["up"].shape[1] != rank:
             raise InputError(f"has matrices of {layer.name!r} that do not fit together; take a whole file")
-        scale = _scale(layer.name, place.parts[0], rank, own.get("alpha"), settings)
-        down, up = _with_scale(own["down"], own["up"], scale)
+        scale = _scale(layer.name, place.parts[0], rank, tensors.get("alpha"), settings)
+        down, up = _with_scale(tensors["down"], tensors["up"], scale)
         rows: dict[str, Tensor] = {"lora_A.weight": down, "lora_B.weight": up}
-        if "bias" in own:
-            rows["lora_B.bias"] = _times(own["bias"], scale)
-        elif "diff_b" in own:
-            rows["lora_B.bias"] = own["diff_b"]
-        if "diff" in own and own["diff"].any():
+        if "bias" in tensors:
+            rows["lora_B.bias"] = _times(tensors["bias"], scale)
+        elif "diff_b" in tensors:
+            rows["lora_B.bias"] = tensors["diff_b"]
+        if "diff" in tensors and tensors["diff"].any():
             self.found.differences.append(layer.tensors["diff"])
-        magnitude = own.get("magnitude", own.get("dora_scale"))
+        magnitude = tensors.get("magnitude", tensors.get("dora_scale"))
         if settings is not None and settings.use_dora and magnitude is None:
             raise InputError(f"is a DoRA by its settings and has no magnitudes of {layer.name!r}; take a whole file")
         if magnitude is not None:
-            if magnitude.numel() != own["up"].shape[0]:
+            if magnitude.numel() != tensors["up"].shape[0]:
                 raise InputError(
                     f"has magnitudes of {layer.name!r} by input, not by output, which are not read; merge it into the "
                     "model's weights"
@@ -213,11 +213,11 @@ class _Fitting:
 
     def _check_size(self, layer: LoraLayer, names: _Names, place: OriginalLayer, rows: Mapping[str, Tensor]) -> None:
         sizes = [names.size(path) for path in place.parts]
-        whole = [size for size in sizes if size is not None]
-        if len(whole) < len(sizes):
+        shapes = [size for size in sizes if size is not None]
+        if len(shapes) < len(sizes):
             return
         given = rows["lora_A.weight"].shape[1], rows["lora_B.weight"].shape[0]
-        wanted = whole[0][0], sum(outputs for _, outputs in whole)
+        wanted = shapes[0][0], sum(outputs for _, outputs in shapes)
         # diffusers widens FLUX's first layer for the LoRA of a control image.
         widened = hasattr(self._pipe, "_maybe_expand_transformer_param_shape_or_error_") and given[1] == wanted[1]
         if given != wanted and not widened:
@@ -226,7 +226,7 @@ class _Fitting:
                 f"{type(names.model).__name__} has {wanted[0]} and {wanted[1]}; take a LoRA of this model"
             )
 
-    def _cut(self, part: str, own: str, names: _Names, place: OriginalLayer, rows: Mapping[str, Tensor]) -> None:
+    def _cut(self, part: str, component: str, names: _Names, place: OriginalLayer, rows: Mapping[str, Tensor]) -> None:
         """Give the pipeline's layers their rows of the tensors."""
         import torch
 
@@ -240,7 +240,7 @@ class _Fitting:
                 pieces = [piece.contiguous() for piece in whole.split(lengths)]
             for path, piece in zip(place.parts, pieces, strict=True):
                 self.found.weights[f"{part}.{path}.{kind}"] = piece
-        self.found.layers.setdefault(own, []).extend(place.parts)
+        self.found.layers.setdefault(component, []).extend(place.parts)
 
 
 def _computable(tensor: Tensor) -> Tensor:
@@ -320,15 +320,15 @@ def as_diffusers_reads(pipe: Any, content: LoraContent) -> FittedLora | None:
         except Exception:
             # They fail in any way at names that they do not know.
             continue
-        found: dict[str, list[str]] = {}
+        paths: dict[str, list[str]] = {}
         for key, value in converted.items():
             component, _, rest = key.partition(".")
             path, end, _ = rest.partition(".lora_B.weight")
             if end and f"{component}.{path}" in places:
-                found.setdefault(component, []).append(path)
+                paths.setdefault(component, []).append(path)
                 numbers += value.numel()
         if numbers == sum(content.tensors[layer.tensors["up"]].numel() for layer in layers):
-            return FittedLora(weights, found, {}, len(layers))
+            return FittedLora(weights, paths, {}, len(layers))
     return None
 
 

@@ -225,15 +225,15 @@ def _kind(model: nn.Module) -> str:
     return next((name for name in own if name in _TABLES or name in _SAME_NAMES), own[0])
 
 
-def _expanded(row: tuple[str, str], own: set[str]) -> Iterator[OriginalLayer]:
+def _expanded(row: tuple[str, str], paths: set[str]) -> Iterator[OriginalLayer]:
     theirs, ours = row
     mark, ours = (ours[0], ours[1:]) if ours[0] in "~?" else ("", ours)
     first, *others = ours.split()
     parts = tuple(f"{first}{other}" for other in others) or (first,)
-    blocks = _blocks(own, parts[0].split("*")[0]) if "*" in parts[0] else [""]
+    blocks = _blocks(paths, parts[0].split("*")[0]) if "*" in parts[0] else [""]
     for block in blocks:
         names = tuple(part.replace("*", block) for part in parts)
-        if own.issuperset(names):
+        if paths.issuperset(names):
             swapped = mark == "~" or (mark == "?" and block == blocks[-1])
             yield OriginalLayer(theirs.replace("*", block), names, swapped)
 

@@ -234,15 +234,15 @@ def find_model(model: str | Path) -> ModelInfo:
     name, local = str(model), True
     files = Path(name).expanduser()
     try:
-        there = files.exists()
+        is_present = files.exists()
     except (OSError, ValueError) as error:
         # Too long for a file's name, or with a zero in it.
         raise InputError(
             f"model {name[:60]!r}{'…' if len(name) > 60 else ''} cannot be a folder ({reason_of(error)}); give the "
             "folder that pipe.save_pretrained(...) wrote"
         ) from None
-    _refuse_other_files(name, files, there)
-    if not there:
+    _refuse_other_files(name, files, is_present)
+    if not is_present:
         files, local = (zoo.path(name), True) if name in zoo.EMBEDDED else _from_hub(name)
     if zoo.embedded(files) is not None:
         # Its folder is private, and is another one on the next machine.
@@ -264,7 +264,7 @@ def find_model(model: str | Path) -> ModelInfo:
     return ModelInfo(name, files, local, index, transformer, _read_json(vae, name) if vae.is_file() else {})
 
 
-def _refuse_other_files(name: str, files: Path, there: bool) -> None:
+def _refuse_other_files(name: str, files: Path, is_present: bool) -> None:
     """Refuse what is no folder of a pipeline: a single file of weights, a component, another folder or file."""
     if not files.is_dir() and Path(name).suffix.lower() in SINGLE_FILES:
         raise InputError(
@@ -272,7 +272,7 @@ def _refuse_other_files(name: str, files: Path, there: bool) -> None:
             "as diffusers.FluxPipeline (of a .gguf diffusers.FluxTransformer2DModel), and give the folder that "
             "save_pretrained(...) writes, or ditmesh.load(FOLDER, transformer=...)"
         )
-    if there and not (files / "model_index.json").is_file():
+    if is_present and not (files / "model_index.json").is_file():
         what = "has no model_index.json" if files.is_dir() else "is a file"
         if (files / "config.json").is_file():
             what = "is one component and no pipeline"

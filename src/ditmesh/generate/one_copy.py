@@ -37,15 +37,15 @@ def shareable_components(info: ModelInfo, without: Collection[str] = ()) -> list
     Args:
         without: components that are not read whole, or not at all.
     """
-    found = []
+    components = []
     for name, entry in info.index.items():
         folder = info.files / name
         if name in without or not isinstance(entry, (list, tuple)) or not folder.is_dir():
             continue
         files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
         if size := sum(path.stat().st_size for path in files):
-            found.append((name, size))
-    return found if max((size for _, size in found), default=0) >= MIN_SHARED_BYTES else []
+            components.append((name, size))
+    return components if max((size for _, size in components), default=0) >= MIN_SHARED_BYTES else []
 
 
 def shared_components(

@@ -194,22 +194,22 @@ def changes_of(was: Receipt, now: Receipt) -> list[Change]:
         if old != new:
             changes.append(Change(what, text(old), text(new), decides))
 
-    def known(value: Any) -> str:
+    def text_of(value: Any) -> str:
         return "unknown" if value is None else str(value)
 
     # Receipts from before 0.1.0 have fewer fields; the missing ones may have changed.
     weights = was.weights_digest, now.weights_digest
-    compare("weights", *weights, text=known)
+    compare("weights", *weights, text=text_of)
     before, after = was.environment, now.environment or {}
     if before is None:
         before = {**was.versions, "device": was.device}
         after = {name: value for name, value in after.items() if name in before}
         changes.append(Change("environment", "not in the receipt", "known", True))
     for name in dict.fromkeys([*before, *after]):
-        compare(name, before.get(name), after.get(name), text=known)
+        compare(name, before.get(name), after.get(name), text=text_of)
     compare("model", Path(was.model).name, Path(now.model).name, False)
     for name in ("pipeline", "dtype", "scheduler"):
-        compare(name, getattr(was, name), getattr(now, name), text=known)
+        compare(name, getattr(was, name), getattr(now, name), text=text_of)
     texts = ("prompt", "negative_prompt", "label", "seed", "steps", "guidance", "strength", "max_sequence_length")
     for name in (*texts, *added_fields()):
         compare(name.replace("_", " "), getattr(was, name), getattr(now, name), text=repr)
@@ -220,8 +220,8 @@ def changes_of(was: Receipt, now: Receipt) -> list[Change]:
     )
     compare("input files", used, given)
     compare("size", f"{was.width}x{was.height}", f"{now.width}x{now.height}")
-    compare("frames", was.frames, now.frames, text=known)
-    compare("frames per second", was.fps, now.fps, text=known)
+    compare("frames", was.frames, now.frames, text=text_of)
+    compare("frames per second", was.fps, now.fps, text=text_of)
     old, new = receipt_config(was), receipt_config(now)
     for name in ParallelConfig.model_fields:
         if setting(name).decides:

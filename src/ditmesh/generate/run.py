@@ -63,13 +63,13 @@ def generate(job: PictureJob, *, report: MessageSink | None = None) -> float:
             # The clock starts when all ranks are here. On the host: NCCL's barrier would be for the world's own
             # communicator, and a rank that has ended would be missed at the deadline only.
             gather_objects(None)
-        made = runner.run(prepared, stepped)
+        outputs = runner.run(prepared, stepped)
         total += runner.facts["seconds"]
         _note(say, runner.facts.get("cut"))
         for note in () if noted else engine_of(pipe).notes():
             say(UserNote(note))
         noted = True
-        _save_all(runner, numbers, prepared, made, say)
+        _save_all(runner, numbers, prepared, outputs, say)
     return total
 
 
@@ -82,7 +82,7 @@ def _save_all(
     runner: PipelineRunner,
     numbers: Sequence[int],
     prepared: Prepared,
-    made: Sequence[PipelineOutput],
+    results: Sequence[PipelineOutput],
     report: MessageSink,
 ) -> None:
     """Write and report what the groups of ranks have made of some calls, one each. Every rank calls this alike."""
@@ -91,7 +91,7 @@ def _save_all(
     _, groups, ranks = runner.group
     rank, job = rank_of_process(), prepared.job
     # Of each group its first rank, which has its images.
-    every = [made] if groups == 1 else gather_objects(made if rank % ranks == 0 else None)[::ranks]
+    every = [results] if groups == 1 else gather_objects(results if rank % ranks == 0 else None)[::ranks]
     for outputs, number in zip(every, numbers, strict=False) if rank == 0 else ():
         call = replace(prepared, call=job.call(number))
         for place, (output, index) in enumerate(zip(outputs, call.call.indices, strict=True)):

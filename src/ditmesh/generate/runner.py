@@ -205,13 +205,13 @@ class PipelineRunner:
         given = {part: value for part, value in pipe.components.items() if part in needed}
         given |= {key: value for key, value in dict(pipe.config).items() if key in options}
         try:
-            made: Any = kind(**given)
+            sibling: Any = kind(**given)
         except TypeError as error:
             raise InputError(f"{name} cannot be made of a {self.kind.__name__}'s components ({error})") from None
-        made.set_progress_bar_config(**getattr(pipe, "_progress_bar_config", {}))
+        sibling.set_progress_bar_config(**getattr(pipe, "_progress_bar_config", {}))
         if getattr(pipe, ENGINE, None) is not None:
-            parallelize(made, engine_of(pipe).config)
-        return PipelineRunner(made, self.device, facts=self.facts)
+            parallelize(sibling, engine_of(pipe).config)
+        return PipelineRunner(sibling, self.device, facts=self.facts)
 
     def prepare(
         self, job: PictureJob, number: int = 0, pictures: Mapping[str, Any] | None = None, **more: Any
@@ -251,12 +251,12 @@ class PipelineRunner:
             given[CALLBACK] = stepped
         started = time.perf_counter()
         with OwnGenerators(prepared.seed, self.device).active(), CutPrompts(pipe) as cuts:
-            made = outputs_of(pipe(**given))
+            outputs = outputs_of(pipe(**given))
         self.facts["cut"] = cuts.sentence(prepared.prompt, prepared.job.negative_prompt)
         self.facts["seconds"] = time.perf_counter() - started
         if on_step is not None and not tells:
             on_step(planned, planned)
-        return made
+        return outputs
 
     def receipt(self, prepared: Prepared, place: int, made: PipelineOutput, **facts: Any) -> Receipt:
         """The receipt of a call's image or video number ``place``; ``facts``: fields that count before `facts`."""
@@ -319,13 +319,13 @@ def load_pipeline(
         raise
     except Exception as error:
         # Untrusted files can raise any exception.
-        said = shortened(error, 400)
+        reason = shortened(error, 400)
         if isinstance(error, UnpicklingError):
-            said = "a file of weights is a pickled program and not only tensors, and is not run"
+            reason = "a file of weights is a pickled program and not only tensors, and is not run"
         elif not isinstance(error, (OSError, ValueError, ImportError)):
-            said = f"{type(error).__name__}: {said}"
+            reason = f"{type(error).__name__}: {reason}"
         raise InputError(
-            f"model {name!r} cannot be loaded ({said}); check its files, or save the pipeline again"
+            f"model {name!r} cannot be loaded ({reason}); check its files, or save the pipeline again"
         ) from error
     if device is not None:
         pipe.to(device)

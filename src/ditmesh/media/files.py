@@ -41,15 +41,15 @@ def open_part(path: str | Path, name: str, offset: int = 0, length: int = -1, mo
             raise InputError(f"{name} is a link to a file that is not there") from None
         raise InputError(f"cannot read {name} ({reason_of(error)})") from None
     file = os.fdopen(descriptor, "rb", buffering=0)
-    found = os.fstat(descriptor)
-    size = max(0, found.st_size - offset)
+    status = os.fstat(descriptor)
+    size = max(0, status.st_size - offset)
     if length >= 0 and size < length:
         file.close()
         raise InputError(f"{name} breaks off after {size} of {length} bytes")
     size = size if length < 0 else length
-    if not stat.S_ISREG(found.st_mode) or not size or size > most:
+    if not stat.S_ISREG(status.st_mode) or not size or size > most:
         file.close()
-        wrong = "is not a file" if not stat.S_ISREG(found.st_mode) else "is empty" if not size else ""
+        wrong = "is not a file" if not stat.S_ISREG(status.st_mode) else "is empty" if not size else ""
         raise InputError(f"{name} {wrong or f'has {size} bytes, more than {most}; give a smaller one'}")
     return io.BufferedReader(_Part(file, offset, size), _BUFFER)
 

@@ -149,14 +149,14 @@ def opened_image(
         # Pillow warns about large images, corrupt EXIF and palettes, which this module handles.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(file, formats=[one for one in formats if one in Image.OPEN]) as image:
+            with Image.open(file, formats=[kind for kind in formats if kind in Image.OPEN]) as image:
                 if image.width * image.height > most_pixels:
                     raise Image.DecompressionBombError
                 yield image
     except Image.DecompressionBombError:
         raise InputError(f"{name} has more than {most_pixels} pixels; give a smaller image") from None
     except UnidentifiedImageError:
-        kinds = ", ".join(one for one in formats if one != "MPO")
+        kinds = ", ".join(kind for kind in formats if kind != "MPO")
         raise InputError(f"{name} is not an image that can be read; its format is to be one of {kinds}") from None
     except InputError:
         raise
@@ -178,11 +178,11 @@ def _orientation(image: Image, name: str) -> int:
 
     try:
         # A PNG's own method would decode all of it, to find EXIF behind the pixels.
-        found = PIL.Image.Image.getexif(image).get(_ORIENTATION, 1)
+        orientation = PIL.Image.Image.getexif(image).get(_ORIENTATION, 1)
     except Exception as error:
         _warn_once(f"{name}: its EXIF data cannot be read ({error}), so it is taken for upright")
         return 1
-    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+    return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
 
 
 def _upright(image: Image, name: str) -> Image:
@@ -299,7 +299,7 @@ def _transform(profile: bytes) -> tuple[str, Any]:
         mode = _SPACES.get(space)
         if mode is None:
             raise ValueError(f"its space is {space}")
-        made = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB")
+        transform = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB")
     except (ImageCms.PyCMSError, OSError, TypeError) as error:
         raise ValueError(shortened(error)) from None
     if mode in ("RGB", "L"):
@@ -308,6 +308,6 @@ def _transform(profile: bytes) -> tuple[str, Any]:
         cube = np.stack(np.meshgrid(steps, steps, steps), axis=-1).reshape(-1, len(steps), 3)
         probe = Image.fromarray(cube if mode == "RGB" else cube[..., 0].copy())
         before = np.asarray(probe.convert("RGB")).astype(int)
-        if np.abs(np.asarray(made.apply(probe)).astype(int) - before).max() <= 2:
+        if np.abs(np.asarray(transform.apply(probe)).astype(int) - before).max() <= 2:
             return mode, None
-    return mode, made
+    return mode, transform

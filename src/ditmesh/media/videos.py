@@ -176,11 +176,11 @@ def _turned(image: Image, frame: Any, name: str) -> Image:
     """Apply the container's display matrix: a camera that was turned, or that mirrors."""
     from PIL.Image import Transpose
 
-    found = frame.side_data.get("DISPLAYMATRIX")
-    if found is None:
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
         return image
     # Rows of 3 numbers of 16.16 bits, and of 2.30 in the last column (ISO/IEC 14496-12, 6.2.2).
-    a, b, _, c, d = struct.unpack("=5i", bytes(found)[:20])
+    a, b, _, c, d = struct.unpack("=5i", bytes(matrix)[:20])
     steps = tuple((value > 0) - (value < 0) for value in (a, b, c, d))
     ways: dict[tuple[int, ...], Transpose | None] = {
         (1, 0, 0, 1): None,

@@ -70,13 +70,13 @@ def without_quotes(text: str, prompts: Iterable[str | None]) -> str:
     words = [(match.group().casefold(), *match.span()) for match in re.finditer(r"\w+", text)]
     hidden: set[int] = set()
     for prompt in filter(None, prompts):
-        own = re.findall(r"\w+", prompt.casefold())
-        size = min(QUOTED_WORDS, len(own))
+        phrase = re.findall(r"\w+", prompt.casefold())
+        size = min(QUOTED_WORDS, len(phrase))
         if not size:
             # It consists of signs alone.
             text = text.replace(prompt, "…" * len(prompt))
             continue
-        runs = {tuple(own[at : at + size]) for at in range(len(own) - size + 1)}
+        runs = {tuple(phrase[at : at + size]) for at in range(len(phrase) - size + 1)}
         for at in range(len(words) - size + 1):
             if tuple(word for word, _, _ in words[at : at + size]) in runs:
                 hidden.update(range(words[at][1], words[at + size - 1][2]))

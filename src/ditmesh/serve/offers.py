@@ -111,25 +111,25 @@ class ServedModel:
         # Without the input files: whether the pipeline accepts them is known only after loading.
         asked = request.model_copy(update={"strength": None, "frames": None, "fps": None, "seed": request.seed or 0})
         try:
-            check_roles([InputFile(one.role, "", one.digest) for one in request.inputs], request.strength)
+            check_roles([InputFile(file.role, "", file.digest) for file in request.inputs], request.strength)
             check_content(job_for(self.info, asked, "", per_call=1, config=self.spec.config), self.info, devices)
         except FieldError as error:
             # The same checks serve the command line.
             raise InputError(error.spelled(lambda name: FIELDS.get(name, name.replace("-", "_")))) from None
-        for one in request.loras:
-            if one.name not in self.spec.loras:
+        for lora in request.loras:
+            if lora.name not in self.spec.loras:
                 there = ", ".join(self.spec.loras) or "none"
                 raise InputError(
-                    f"lora {one.name!r} is none of those that the server offers for {self.spec.name} ({there})"
-                    f"{did_you_mean(one.name, self.spec.loras)}"
+                    f"lora {lora.name!r} is none of those that the server offers for {self.spec.name} ({there})"
+                    f"{did_you_mean(lora.name, self.spec.loras)}"
                 )
         if not self.known:
             return
-        for one in request.inputs:
-            if one.role not in self.card.inputs:
+        for file in request.inputs:
+            if file.role not in self.card.inputs:
                 takes = ", ".join(self.card.inputs) or "none"
                 raise InputError(
-                    f"{self.spec.name} takes no input of role {one.role!r} (it takes {takes}); leave it out"
+                    f"{self.spec.name} takes no input of role {file.role!r} (it takes {takes}); leave it out"
                 )
         check_output(request, self.card)
 

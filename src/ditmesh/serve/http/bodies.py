@@ -68,8 +68,8 @@ async def read_body(request: Request, kind: type[Model]) -> Model:
         Refused: it is too large, no JSON object, or a field is wrong.
     """
     settings: ApiSettings = request.app.state.server.settings
-    known = kind.model_fields
-    most = settings.max_body if "inputs" in known else min(MOST_OF_WORDS, settings.max_body)
+    schema = kind.model_fields
+    most = settings.max_body if "inputs" in schema else min(MOST_OF_WORDS, settings.max_body)
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
         message = f"the body is {media[:80]!r}; send one JSON object with Content-Type: application/json"
@@ -92,8 +92,8 @@ async def read_body(request: Request, kind: type[Model]) -> Model:
     if not isinstance(fields, dict):
         raise Refused(400, "the body is no JSON object; send one", "invalid_json")
     # Before pydantic, which makes an error of each.
-    if unknown := [name for name in fields if name not in known]:
-        raise _unknown_fields(unknown, known)
+    if unknown := [name for name in fields if name not in schema]:
+        raise _unknown_fields(unknown, schema)
     return validated(kind, fields)
 
 

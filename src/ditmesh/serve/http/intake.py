@@ -84,13 +84,13 @@ class Server:
             Refused: there is none of that name.
         """
         cards, name = self.backend.models(), self.settings.aliases.get(name, name)
-        found = next((card for card in cards if name in (card.id, "")), None)
-        if found is None:
+        card = next((card for card in cards if name in (card.id, "")), None)
+        if card is None:
             names = ", ".join(repr(card.id) for card in cards) or "none"
             raise Refused(
                 404, f"model {name!r} is none of this server's; use one of: {names}", "model_not_found", "model"
             )
-        return found
+        return card
 
     async def accept(self, request: JobRequest, caller: Request, videos: bool | None = None) -> Job:
         """Submit a job.
@@ -211,14 +211,14 @@ async def result_file(request: Request, id: str, index: int, download: bool = Fa
         StorageError: it cannot be read.
     """
     server: Server = request.app.state.server
-    found = await server.backend.result(logged_job_id(id, request), index, request.state.owner)
+    result = await server.backend.result(logged_job_id(id, request), index, request.state.owner)
     try:
-        status = await asyncio.to_thread(readable, found.path)
+        status = await asyncio.to_thread(readable, result.path)
     except FileNotFoundError:
         raise UnknownJob(f"the results of {id} have expired") from None
     except OSError as error:
-        raise storage_error(f"cannot read {found.path}", error) from None
+        raise storage_error(f"cannot read {result.path}", error) from None
     headers = {"Cache-Control": "private, max-age=86400, immutable", "Accept-Ranges": "none"}
     if download:
-        headers["Content-Disposition"] = f'attachment; filename="{id}-{index}{found.path.suffix}"'
-    return FileResponse(found.path, media_type=found.media_type, headers=headers, stat_result=status)
+        headers["Content-Disposition"] = f'attachment; filename="{id}-{index}{result.path.suffix}"'
+    return FileResponse(result.path, media_type=result.media_type, headers=headers, stat_result=status)

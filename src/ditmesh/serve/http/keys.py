@@ -69,7 +69,7 @@ def read_keys(file: str | Path) -> dict[str, str]:
         raise InputError(
             f"cannot read the keys {str(file)!r} ({reason}); make one with ditmesh serve --keys FILE --new-key NAME"
         ) from None
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -80,8 +80,8 @@ def read_keys(file: str | Path) -> dict[str, str]:
                 f"line {number} of the keys {str(file)!r} is not a SHA-256 in hexadecimal; write keys there with "
                 "ditmesh serve --keys FILE --new-key NAME"
             )
-        found[match["hash"]] = match["name"] or ""
-    return found
+        names[match["hash"]] = match["name"] or ""
+    return names
 
 
 class Keys:

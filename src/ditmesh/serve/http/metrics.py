@@ -49,11 +49,17 @@ class StateCollector:
             ("jobs_running", "Jobs under way", state.running),
         ):
             yield GaugeMetricFamily(f"ditmesh_{name}", text, value=float(value))
-        replicas = [((one.name,), vars(one) | {"ready": float(one.state == "ready")}) for one in state.replicas]
+        replicas = [
+            ((replica.name,), vars(replica) | {"ready": float(replica.state == "ready")}) for replica in state.replicas
+        ]
         yield from _families(GaugeMetricFamily, ("replica",), REPLICA_GAUGES, replicas)
         yield from _families(CounterMetricFamily, ("replica",), REPLICA_COUNTERS, replicas)
         yield from _sent(state.replicas)
-        ranks = [((one.name, str(rank.rank), rank.device), vars(rank)) for one in state.replicas for rank in one.ranks]
+        ranks = [
+            ((replica.name, str(rank.rank), rank.device), vars(rank))
+            for replica in state.replicas
+            for rank in replica.ranks
+        ]
         yield from _families(GaugeMetricFamily, ("replica", "rank", "device"), RANK_GAUGES, ranks)
 
 

@@ -180,90 +180,90 @@ class Dispatcher:
 
     # ---- from replicas
 
-    def _receive(self, replica: Replica, said: ReplicaReport) -> None:
+    def _receive(self, replica: Replica, report: ReplicaReport) -> None:
         """Called in a replica's thread."""
         with suppress(RuntimeError):
             # The loop may be closed when this process ends.
-            self._loop.call_soon_threadsafe(self._inbox.put_nowait, (self._slot_of[replica], said))
+            self._loop.call_soon_threadsafe(self._inbox.put_nowait, (self._slot_of[replica], report))
 
     async def _listen(self) -> None:
         while (item := await self._inbox.get()) is not None:
-            slot, said = item
+            slot, report = item
             try:
                 async with self._jobs.change:
-                    if isinstance(said, (RanksUp, RanksDown, ModelReady, ModelFailed, Beat)):
-                        await self._apply_rank_report(slot, said)
-                    elif said.id in slot.running:
-                        await self._apply_task_report(slot, *slot.running[said.id], said)
+                    if isinstance(report, (RanksUp, RanksDown, ModelReady, ModelFailed, Beat)):
+                        await self._apply_rank_report(slot, report)
+                    elif report.id in slot.running:
+                        await self._apply_task_report(slot, *slot.running[report.id], report)
             except Exception:
                 logger.exception("a message of %s could not be handled", slot.replica.name)
-            if not isinstance(said, (Beat, TaskStepped, Preview)):
+            if not isinstance(report, (Beat, TaskStepped, Preview)):
                 self._jobs.wake.set()
 
     async def _apply_rank_report(
-        self, slot: ReplicaSlot, said: RanksUp | RanksDown | ModelReady | ModelFailed | Beat
+        self, slot: ReplicaSlot, report: RanksUp | RanksDown | ModelReady | ModelFailed | Beat
     ) -> None:
         state = slot.state
-        if isinstance(said, RanksUp):
+        if isinstance(report, RanksUp):
             slot.began = time.monotonic()
-        elif isinstance(said, RanksDown):
-            await self._down(slot, said)
-        elif isinstance(said, ModelReady):
-            self._model_ready(slot, said)
-        elif isinstance(said, ModelFailed):
-            reason = f"model {said.name} could not be loaded: {said.message}"
+        elif isinstance(report, RanksDown):
+            await self._down(slot, report)
+        elif isinstance(report, ModelReady):
+            self._model_ready(slot, report)
+        elif isinstance(report, ModelFailed):
+            reason = f"model {report.name} could not be loaded: {report.message}"
             logger.error("%s", reason)
             if not self._served:
                 self._give_up(reason)
         else:
-            state.ranks, state.bytes = list(said.ranks), dict(said.bytes)
-            state.batch, state.calls, state.rows = said.batch, said.calls, said.rows
-            state.synchronous_steps, state.drift = said.synchronous_steps, said.drift
+            state.ranks, state.bytes = list(report.ranks), dict(report.bytes)
+            state.batch, state.calls, state.rows = report.batch, report.calls, report.rows
+            state.synchronous_steps, state.drift = report.synchronous_steps, report.drift
 
-    def _model_ready(self, slot: ReplicaSlot, said: ModelReady) -> None:
+    def _model_ready(self, slot: ReplicaSlot, report: ModelReady) -> None:
         state = slot.state
-        self._models[said.name].loaded(said.card)
-        for lora, note in said.card.get("lora_notes", {}).items():
-            logger.warning("LoRA %s fits %s in part: %s", lora, said.name, note)
-        state.models = sorted({*state.models, said.name})
-        state.mesh, state.strategy = dict(said.mesh), said.strategy
-        facts = {"model": said.name, "configuration": said.strategy, "replica": state.name}
+        self._models[report.name].loaded(report.card)
+        for lora, note in report.card.get("lora_notes", {}).items():
+            logger.warning("LoRA %s fits %s in part: %s", lora, report.name, note)
+        state.models = sorted({*state.models, report.name})
+        state.mesh, state.strategy = dict(report.mesh), report.strategy
+        facts = {"model": report.name, "configuration": report.strategy, "replica": state.name}
         logger.info("model ready", extra={"facts": facts | {"seconds": round(time.monotonic() - slot.began, 1)}})
         if len(state.models) == len(self._models):
             slot.up, slot.failures, self._served, state.state = True, 0, True, "ready"
 
-    async def _apply_task_report(self, slot: ReplicaSlot, live: JobState, picture: int, said: TaskReport) -> None:
-        if isinstance(said, (Finished, TaskFailed, Cancelled)):
-            del slot.running[said.id]
+    async def _apply_task_report(self, slot: ReplicaSlot, live: JobState, picture: int, report: TaskReport) -> None:
+        if isinstance(report, (Finished, TaskFailed, Cancelled)):
+            del slot.running[report.id]
             del live.tasks[picture]
         if live.ended:
             return
-        if isinstance(said, TaskStepped):
-            live.steps = said.steps
-            self._jobs.stepped(live, picture, said.step, said.batch)
-        elif isinstance(said, Preview):
-            shown = {"image": picture, "step": said.step, "width": said.width, "height": said.height}
-            self._jobs.publish(live, "preview", {**shown, "b64_json": base64.b64encode(said.jpeg).decode()})
-        elif isinstance(said, Finished):
-            await self._finished(live, picture, said)
-        elif isinstance(said, TaskFailed):
-            await self._fail(live, JobError(code=said.code, message=said.message))
+        if isinstance(report, TaskStepped):
+            live.steps = report.steps
+            self._jobs.stepped(live, picture, report.step, report.batch)
+        elif isinstance(report, Preview):
+            shown = {"image": picture, "step": report.step, "width": report.width, "height": report.height}
+            self._jobs.publish(live, "preview", {**shown, "b64_json": base64.b64encode(report.jpeg).decode()})
+        elif isinstance(report, Finished):
+            await self._finished(live, picture, report)
+        elif isinstance(report, TaskFailed):
+            await self._fail(live, JobError(code=report.code, message=report.message))
 
-    async def _finished(self, live: JobState, picture: int, said: Finished) -> None:
+    async def _finished(self, live: JobState, picture: int, report: Finished) -> None:
         """Handle a finished image: write its file, then record it."""
         image = JobImage(
             index=picture,
             seed=(live.job.request.seed or 0) + picture,
             url=f"/v1/jobs/{live.id}/images/{picture}",
-            width=said.width,
-            height=said.height,
-            receipt=dict(said.receipt),
-            notes=[said.receipt["cut"]] if said.receipt.get("cut") else [],
+            width=report.width,
+            height=report.height,
+            receipt=dict(report.receipt),
+            notes=[report.receipt["cut"]] if report.receipt.get("cut") else [],
         )
         queue, results = self._jobs.queue, self._jobs.results
 
         def change() -> Job | None:
-            file = results.write(live.id, f"{picture}.{live.job.request.format}", said.data)
+            file = results.write(live.id, f"{picture}.{live.job.request.format}", report.data)
             job = queue.finish(live.id, picture, file, image)
             if job is None:
                 results.remove(live.id, file)
@@ -290,19 +290,19 @@ class Dispatcher:
 
     # ---- ranks that come and go
 
-    async def _down(self, slot: ReplicaSlot, said: RanksDown) -> None:
+    async def _down(self, slot: ReplicaSlot, report: RanksDown) -> None:
         """Handle the end of ranks: their tasks begin again, or fail if the ranks ended while running only them."""
         tasks = list(slot.running.values())
         # All clients are told, and the log.
-        said = replace(said, why=_unquoted(said.why, [live for live, _ in tasks]))
-        slot.up, slot.running, slot.final = False, {}, said.final
+        report = replace(report, why=_unquoted(report.why, [live for live, _ in tasks]))
+        slot.up, slot.running, slot.final = False, {}, report.final
         state = slot.state
-        slot.failures += bool(said.why)
+        slot.failures += bool(report.why)
         state.state = "stopped" if slot.gave_up else "restarting"
-        state.message, state.models, state.batch, state.ranks = said.why, [], 0, []
-        if said.why:
-            state.restarts += not said.final
-            logger.error("%s: %s", state.name, said.why, extra={"facts": {"replica": state.name}})
+        state.message, state.models, state.batch, state.ranks = report.why, [], 0, []
+        if report.why:
+            state.restarts += not report.final
+            logger.error("%s: %s", state.name, report.why, extra={"facts": {"replica": state.name}})
         lost: dict[JobState, list[int]] = {}
         for live, picture in tasks:
             del live.tasks[picture]
@@ -310,14 +310,14 @@ class Dispatcher:
                 lost.setdefault(live, []).append(picture)
         for live, pictures in lost.items():
             # Another task may be the cause.
-            if live.job.attempt > 1 and len(lost) == 1 and said.why:
-                why = f"{said.why}; it was the second time for this job"
-                await self._fail(live, JobError(code=said.code, message=why))
+            if live.job.attempt > 1 and len(lost) == 1 and report.why:
+                why = f"{report.why}; it was the second time for this job"
+                await self._fail(live, JobError(code=report.code, message=why))
             else:
-                await self._restart(live, pictures, said.why or STOPPING, counts=bool(said.why))
-        if said.why and all(slot.gave_up for slot in self.slots):
+                await self._restart(live, pictures, report.why or STOPPING, counts=bool(report.why))
+        if report.why and all(slot.gave_up for slot in self.slots):
             often = "" if slot.final else f" {slot.failures} times in a row"
-            self._give_up(f"the ranks of {state.name} have failed{often}: {said.why}")
+            self._give_up(f"the ranks of {state.name} have failed{often}: {report.why}")
 
 
 def _unquoted(why: str, lives: Sequence[JobState]) -> str:

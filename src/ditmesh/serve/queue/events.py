@@ -38,18 +38,18 @@ class EventLog:
         if self.ended:
             return None
         if name == "preview":
-            old = (one for one in self.events if one.event == name and one.data["image"] == data["image"])
+            old = (entry for entry in self.events if entry.event == name and entry.data["image"] == data["image"])
             if (last := next(old, None)) is not None:
                 self.events.remove(last)
         event = Event(id=self._next, event=name, data=data)
         self.events.append(event)
         self._next += 1
         if len(self.events) > MAX_EVENTS:
-            past = [one for one in self.events if one.event in SUPERSEDED_EVENTS][: MAX_EVENTS // 4]
-            gone = {one.id for one in past}
-            self.events = [one for one in self.events if one.id not in gone]
+            past = [entry for entry in self.events if entry.event in SUPERSEDED_EVENTS][: MAX_EVENTS // 4]
+            gone = {entry.id for entry in past}
+            self.events = [entry for entry in self.events if entry.id not in gone]
         if name in ENDED:
-            self.events = [one for one in self.events if one.event != "preview"]
+            self.events = [entry for entry in self.events if entry.event != "preview"]
             self.close()
         self._wake()
         return event

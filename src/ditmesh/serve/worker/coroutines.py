@@ -136,12 +136,12 @@ def copied(pipe: Any) -> Any:
     Args:
         pipe: not parallelised itself; its transformers may be.
     """
-    own = copy.copy(pipe)
+    clone = copy.copy(pipe)
     for name, component in pipe.components.items():
         # Tokenizers and processors keep nothing between two calls.
         if hasattr(component, "set_timesteps") or type(component).__name__.endswith("Guidance"):
-            vars(own)[name] = copy.deepcopy(component)
-    return own
+            vars(clone)[name] = copy.deepcopy(component)
+    return clone
 
 
 class CallInterceptor:
@@ -156,11 +156,11 @@ class CallInterceptor:
 
     def __init__(self, pipe: Any, on_call: Callable[[PendingCall], None]) -> None:
         self._undo, self._on_call = ExitStack(), on_call
-        known: set[int] = set()
+        ids: set[int] = set()
         for name, component in pipe.components.items():
-            if not isinstance(component, nn.Module) or id(component) in known or "controlnet" in name:
+            if not isinstance(component, nn.Module) or id(component) in ids or "controlnet" in name:
                 continue
-            known.add(id(component))
+            ids.add(id(component))
             if hasattr(component, "decode") and name not in DENOISERS:
                 for method in ("encode", "decode"):
                     if hasattr(component, method):

@@ -291,11 +291,11 @@ class LoadedModel:
         """
         request, loras = task.request, list(self.spec.loras)
         check_output(request, ModelCard.model_validate({"id": self.spec.name, "created": 0, **self.card}))
-        files = [replace(self._files[loras.index(one.name)], scale=one.scale) for one in request.loras]
-        for one in request.inputs:
-            if one.digest not in task.files:
-                raise InputError(f"the input image {one.digest[:16]}… ({one.role}) is not there; send it again")
-            files.append(InputFile(one.role, task.files[one.digest], one.digest, one.scale))
+        files = [replace(self._files[loras.index(lora.name)], scale=lora.scale) for lora in request.loras]
+        for file in request.inputs:
+            if file.digest not in task.files:
+                raise InputError(f"the input image {file.digest[:16]}… ({file.role}) is not there; send it again")
+            files.append(InputFile(file.role, task.files[file.digest], file.digest, file.scale))
         # The seed is that of this image, whatever its index in the job.
         width, height = self._asked_size(request, files) or (None, None)
         asked = {
@@ -322,7 +322,7 @@ class LoadedModel:
             check_video_library()
         prepared = (runner if self.batcher.why else template).prepare(job)
         own = prepared.pipe if self.batcher.why else copied(prepared.pipe)
-        adapters = tuple((f"lora{loras.index(one.name)}", one.scale) for one in request.loras)
+        adapters = tuple((f"lora{loras.index(lora.name)}", lora.scale) for lora in request.loras)
         return replace(prepared, pipe=own, adapters=adapters)
 
     def _asked_size(self, request: JobRequest, files: Sequence[InputFile]) -> tuple[int, int] | None:
@@ -363,7 +363,7 @@ def adapted_digest(weights: Mapping[str, str], numbers: list[int]) -> str:
         weights: digests of the weights by name, with all adapters.
         numbers: of the adapters, as in their names ``lora0``, ``lora1``, …
     """
-    found, adapted = {}, set()
+    digests, adapted = {}, set()
     for name, value in weights.items():
         parts = name.split(".")
         place = next((place for place, part in enumerate(parts) if part.startswith(LAYERS)), None)
@@ -373,12 +373,12 @@ def adapted_digest(weights: Mapping[str, str], numbers: list[int]) -> str:
             if f"lora{number}" in parts[place:]:
                 adapted.add(".".join(parts[:place]))
                 renamed = [f"lora{position}" if part == f"lora{number}" else part for part in parts[place:]]
-                found[".".join([*parts[:place], *renamed])] = value
+                digests[".".join([*parts[:place], *renamed])] = value
     for name, value in weights.items():
         layer, _, weight = name.rpartition(".")
         if layer.endswith(".base_layer"):
             own = layer.removesuffix(".base_layer")
-            found[name if own in adapted else f"{own}.{weight}"] = value
+            digests[name if own in adapted else f"{own}.{weight}"] = value
         elif not any(part.startswith(LAYERS) for part in name.split(".")):
-            found[name] = value
-    return digest(found)
+            digests[name] = value
+    return digest(digests)

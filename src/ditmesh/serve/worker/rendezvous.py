@@ -78,12 +78,12 @@ class CommandReader:
 
     def take(self, wait: float) -> tuple[Command, ...]:
         """All waiting commands; waits at most ``wait`` seconds for the first one."""
-        found: list[Command] = []
+        commands: list[Command] = []
         with suppress(queue.Empty):
-            found.append(self._queue.get(timeout=wait) if wait else self._queue.get_nowait())
+            commands.append(self._queue.get(timeout=wait) if wait else self._queue.get_nowait())
             while True:
-                found.append(self._queue.get_nowait())
-        return tuple(found)
+                commands.append(self._queue.get_nowait())
+        return tuple(commands)
 
 
 @dataclass(frozen=True)
@@ -160,16 +160,16 @@ class RankRendezvous:
 
 def failure_of(error: BaseException) -> FailureReason:
     """The error's text for a report."""
-    said = shortened(error, MAX_MESSAGE)
-    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said
+    message = shortened(error, MAX_MESSAGE)
+    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in message
     if memory:
         return FailureReason(
-            "out_of_memory", f"there is not enough memory for this image ({said}); ask for a smaller one"
+            "out_of_memory", f"there is not enough memory for this image ({message}); ask for a smaller one"
         )
     if isinstance(error, PeerError):
-        return FailureReason("internal", said, consequence=True)
+        return FailureReason("internal", message, consequence=True)
     if isinstance(error, FloatingPointError):
-        return FailureReason("internal", said)
+        return FailureReason("internal", message)
     if isinstance(error, (ValueError, TypeError, NotImplementedError, LayoutError)):
-        return FailureReason("invalid_request", said)
-    return FailureReason("internal", f"{type(error).__name__}: {said}")
+        return FailureReason("invalid_request", message)
+    return FailureReason("internal", f"{type(error).__name__}: {message}")
