@@ -390,7 +390,7 @@ def test_what_came_may_be_written_to(ranks):
 def large() -> bool:
     mesh, link = opened()
     # Two of these do not fit in one region.
-    shared.REGION = 1 << 20
+    shared.REGION_BYTES = 1 << 20
     tensors = [numbers(link.rank + n, 600_000) for n in range(3)]
     received = [link.all_gather_list([tensor], [[(600_000,)]] * 2)[1 - link.rank][0] for tensor in tensors]
     same = all(torch.equal(t, numbers(1 - link.rank + n, 600_000)) for n, t in enumerate(received))

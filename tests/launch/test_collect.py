@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from ditmesh.errors import RankFailed
-from ditmesh.launch.collect import CAUSE_TIMEOUT, Collector
+from ditmesh.launch.collect import CAUSE_SECONDS, Collector
 from ditmesh.launch.failures import Failure
 
 CAUSE = Failure(1, 0, "raised ValueError: enough")
@@ -61,7 +61,7 @@ def test_what_is_watched_for_ends_the_call_unless_a_rank_has_failed() -> None:
     assert str(failed(collector)).startswith("ranks 0, 1 of 2 had not drawn anything")
     unasked = Collector(2, watch=lambda: pytest.fail("asked"))
     unasked.take(1, "failure", CAUSE)
-    assert unasked.tick(0.0) == CAUSE_TIMEOUT
+    assert unasked.tick(0.0) == CAUSE_SECONDS
 
 
 def test_a_dead_rank_ends_the_call_at_once() -> None:
@@ -75,8 +75,8 @@ def test_a_dead_rank_ends_the_call_at_once() -> None:
 def test_a_cause_that_shows_up_within_the_grace_comes_before_its_consequence() -> None:
     collector = Collector(2)
     collector.take(0, "failure", CONSEQUENCE)
-    assert collector.tick(7.0) == CAUSE_TIMEOUT
-    assert collector.tick(8.0) == CAUSE_TIMEOUT - 1
+    assert collector.tick(7.0) == CAUSE_SECONDS
+    assert collector.tick(8.0) == CAUSE_SECONDS - 1
     collector.take(1, "failure", CAUSE)
     assert collector.tick(8.5) == 0
     error = failed(collector)

@@ -30,7 +30,7 @@ from .state import PeerError
 from .watcher import FailureWatcher, Notice
 
 # Seconds a collective may wait for a missing rank.
-DEFAULT_DEADLINE = 600.0
+DEFAULT_DEADLINE_SECONDS = 600.0
 # Deadline of receives that may never be answered, such as the failure watcher's.
 ENDLESS = timedelta(days=10_000)
 
@@ -87,7 +87,7 @@ class Mesh(RankGrid):
         self,
         config: ParallelConfig,
         device: torch.device | str | None = None,
-        timeout: float = DEFAULT_DEADLINE,
+        timeout: float = DEFAULT_DEADLINE_SECONDS,
         links: Mapping[str, Link] | None = None,
     ) -> None:
         """Build the groups. A collective call: every rank of the job makes the same one.

@@ -50,7 +50,7 @@ ENTRIES = 1024
 # place and size of the region, the four words of its header.
 _ENTRY = 8
 _PAGE = mmap.ALLOCATIONGRANULARITY
-REGION = 1 << 30
+REGION_BYTES = 1 << 30
 # A slot's first page says who has no more use for it: a word for every rank of the job.
 MOST_RANKS = _PAGE // 8
 # A waiting rank looks so often without a pause, then sleeps ever longer (seconds), and looks whether the other lives.
@@ -192,7 +192,7 @@ class SharedMemory:
             return free
         place, self._used = self._used, self._used + _PAGE + size
         if self._used > self._region[1]:
-            self._region = (sum(self._region), max(REGION, _PAGE + size))
+            self._region = (sum(self._region), max(REGION_BYTES, _PAGE + size))
             os.ftruncate(self._fd, sum(self._region))
             self._memory = memoryview(mmap.mmap(self._fd, self._region[1], offset=self._region[0]))
             place, self._used = 0, _PAGE + size

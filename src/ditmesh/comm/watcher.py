@@ -28,9 +28,9 @@ import torch.distributed as dist
 _FAILED, _LEFT = range(2)
 _NOTICE = struct.Struct("<3q488s")
 # Seconds to wait for a thread at the end of a process, while the previous rank leaves the ring as well.
-_END = 1.0
+_END_SECONDS = 1.0
 # Seconds to wait until the next rank knows that this one leaves the ring: its process may be stopped.
-_LEAVING = 30.0
+_LEAVING_SECONDS = 30.0
 # Notices under way to the next rank before this one waits for the first of them.
 _UNDER_WAY = 64
 
@@ -79,7 +79,7 @@ class FailureWatcher:
         if self._open:
             self._following.post(_FAILED, Notice(self._rank, request, reason))
 
-    def close(self, seconds: float = _LEAVING) -> None:
+    def close(self, seconds: float = _LEAVING_SECONDS) -> None:
         """Leave the ring; the thread ends when the previous rank has left it, too.
 
         Args:
@@ -149,7 +149,7 @@ def _listen(
             following.post(_FAILED, notice)
         if (call := receive()) is not None:
             call(notice)
-    following.wait(_END)
+    following.wait(_END_SECONDS)
 
 
 @atexit.register
@@ -160,6 +160,6 @@ def stop_watching() -> None:
     """
     watchers = list(_WATCHING)
     for watcher in watchers:
-        watcher.close(_END)
+        watcher.close(_END_SECONDS)
     for watcher in watchers:
-        watcher._thread.join(_END)
+        watcher._thread.join(_END_SECONDS)

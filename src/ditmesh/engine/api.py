@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..comm.grid import check_ranks
-from ..comm.mesh import DEFAULT_DEADLINE, Mesh
+from ..comm.mesh import DEFAULT_DEADLINE_SECONDS, Mesh
 from ..config import ParallelConfig
 from ..errors import ConfigError, HostsWarning, InputError, LayoutError
 from ..layout import TokenLayout, layout_of
@@ -43,7 +43,7 @@ def parallelize(
     *,
     mesh: Mesh | None = None,
     layout: TokenLayout | None = None,
-    timeout: float = DEFAULT_DEADLINE,
+    timeout: float = DEFAULT_DEADLINE_SECONDS,
     recipe: Recipe = RECIPE,
     check: bool = False,
 ) -> T:

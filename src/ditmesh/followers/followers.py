@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.backends import device_of_rank
-from ..comm.mesh import DEFAULT_DEADLINE, Mesh
+from ..comm.mesh import DEFAULT_DEADLINE_SECONDS, Mesh
 from ..config import ParallelConfig
 from ..core.patching import put_aside, refuse_calls
 from ..core.request import PipelineCall
@@ -30,7 +30,7 @@ from ..launch.failures import Failure, of_exception
 from .calls import CallFollower, CallLead, raise_first
 from .copies import CopiedModule, ModuleChange, applied, take_off_hooks
 from .objects import Parcel, open_parcel, pack_parcel
-from .processes import STOP_TIMEOUT, HostedRanks
+from .processes import STOP_SECONDS, HostedRanks
 
 if TYPE_CHECKING:
     from typing import Self
@@ -62,10 +62,10 @@ class Followers:
         devices: int,
         device: DeviceChoice = "auto",
         threads: int | None = None,
-        timeout: float = DEFAULT_DEADLINE,
+        timeout: float = DEFAULT_DEADLINE_SECONDS,
         *,
         gpus: Sequence[int] | None = None,
-        stop_limit: float = STOP_TIMEOUT,
+        stop_limit: float = STOP_SECONDS,
         prepare: Callable[[], Any] | None = None,
     ) -> None:
         """Start the other ranks.

@@ -16,9 +16,9 @@ from ..launch.rank import join_group
 T = TypeVar("T")
 
 # Seconds for ranks to meet, all of which have started by then.
-MEET_LIMIT = 60.0
+MEET_SECONDS = 60.0
 # Seconds after which a stopped rank counts as lost.
-STOP_TIMEOUT = 10.0
+STOP_SECONDS = 10.0
 
 
 class HostedCall(Generic[T]):
@@ -59,7 +59,7 @@ class HostedRanks(RankPool):
         device: DeviceChoice = "cpu",
         threads: int | None = None,
         gpus: Sequence[int] | None = None,
-        stop_limit: float = STOP_TIMEOUT,
+        stop_limit: float = STOP_SECONDS,
         preload: Sequence[str] = PRELOAD,
     ) -> None:
         """Start the other ranks, and join them.
@@ -84,7 +84,7 @@ class HostedRanks(RankPool):
         self._left = True
         # The others have started by then and cannot be missed for long.
         super().__init__(
-            world_size, device, threads, MEET_LIMIT, preload, gpus, stop_limit=stop_limit, import_main=False
+            world_size, device, threads, MEET_SECONDS, preload, gpus, stop_limit=stop_limit, import_main=False
         )
         self._left = False
         use_loopback()
@@ -95,7 +95,7 @@ class HostedRanks(RankPool):
             self._end("the ranks could not meet")
             self._leave()
             raise RankFailed(
-                f"the {world_size - 1} ranks beside this process did not meet it within {MEET_LIMIT:g} s", 0
+                f"the {world_size - 1} ranks beside this process did not meet it within {MEET_SECONDS:g} s", 0
             ) from joined.error
 
     def together(self, here: Callable[[], T], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> HostedCall[T]:

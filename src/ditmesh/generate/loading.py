@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.backends import device_of_rank
-from ..comm.mesh import DEFAULT_DEADLINE, Mesh
+from ..comm.mesh import DEFAULT_DEADLINE_SECONDS, Mesh
 from ..config import ParallelConfig
 from ..engine import ConfigLike, agreed, engine_of, parallelize
 from ..errors import InputError
@@ -44,7 +44,7 @@ def load(
     dtype: Dtypes = None,
     torch_dtype: Dtypes = None,
     variant: str | None = None,
-    timeout: float = DEFAULT_DEADLINE,
+    timeout: float = DEFAULT_DEADLINE_SECONDS,
     check_memory: bool = True,
     memory_limit: float | None = None,
     **components: Any,

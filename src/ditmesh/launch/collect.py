@@ -15,7 +15,7 @@ from .failures import Failure
 from .messages import encode_call
 
 # Seconds to wait for the cause of a failure, and for all ranks to end a failed call.
-CAUSE_TIMEOUT = 2.0
+CAUSE_SECONDS = 2.0
 
 
 class Collector:
@@ -34,7 +34,7 @@ class Collector:
         first: int = 0,
         on_message: OnMessage | None = None,
         watch: Watch | None = None,
-        grace: Callable[[Collection[Failure]], float] = lambda failed: CAUSE_TIMEOUT,
+        grace: Callable[[Collection[Failure]], float] = lambda failed: CAUSE_SECONDS,
     ) -> None:
         """Set a deadline of ``seconds`` from the first `tick`; a late rank has not done ``what``.
 

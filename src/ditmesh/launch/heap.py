@@ -7,9 +7,9 @@ import os
 from contextlib import suppress
 
 # Bytes of free memory at the end of its heap that a process keeps.
-KEPT = 256 << 20
+KEPT_BYTES = 256 << 20
 # The largest blocks that glibc takes from the heap, the most that it accepts; larger ones are mappings of their own.
-_LARGEST_OF_HEAP = 32 << 20
+_LARGEST_OF_HEAP_BYTES = 32 << 20
 # Parameters of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
@@ -23,7 +23,7 @@ def return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def keep_free_memory(kept: int = KEPT) -> bool:
+def keep_free_memory(kept: int = KEPT_BYTES) -> bool:
     """Have the C library keep free memory between the calls of a model; for the whole process.
 
     By default glibc returns what is free at the end of its heap as soon as it is twice the largest block that was ever
@@ -41,5 +41,5 @@ def keep_free_memory(kept: int = KEPT) -> bool:
         return False
     with suppress(AttributeError, OSError, TypeError):
         set_option = ctypes.CDLL(None).mallopt
-        return bool(set_option(_MMAP_THRESHOLD, _LARGEST_OF_HEAP)) and bool(set_option(_TRIM_THRESHOLD, kept))
+        return bool(set_option(_MMAP_THRESHOLD, _LARGEST_OF_HEAP_BYTES)) and bool(set_option(_TRIM_THRESHOLD, kept))
     return False

@@ -39,10 +39,10 @@ PRELOAD = (
 QUIET = f"{__package__}.quiet_process"
 
 # Seconds.
-START_LIMIT = 300.0  # for all ranks to import what they need and to find one another
-JOIN_LIMIT = 10.0  # for ranks that wait for calls to join a new process group
-CLOSE_LIMIT = 5.0  # for idle ranks to leave by themselves
-STACK_LIMIT = 1.0  # for a rank that hangs to write down where
+START_SECONDS = 300.0  # for all ranks to import what they need and to find one another
+JOIN_SECONDS = 10.0  # for ranks that wait for calls to join a new process group
+CLOSE_SECONDS = 5.0  # for idle ranks to leave by themselves
+STACK_SECONDS = 1.0  # for a rank that hangs to write down where
 POLL_SECONDS = 1.0  # between looks at whether ranks are stopped
 
 GUARD_MISSING = (
@@ -138,7 +138,7 @@ class RankPool(StayingRanks):
         atexit.register(self.close)
         try:
             self._start(preload, gpus, import_main)
-            self._collect(self._collector(START_LIMIT, "started"), joining=True)
+            self._collect(self._collector(START_SECONDS, "started"), joining=True)
         except BaseException as error:
             failed = isinstance(error, RankFailed)
             self._end(f"a rank could not start: {error}" if failed else "the start was broken off")
@@ -245,7 +245,7 @@ class RankPool(StayingRanks):
         if self._closed is None:
             for channel in self._channels.values():
                 channel.send(encode(None))
-            self._join(CLOSE_LIMIT)
+            self._join(CLOSE_SECONDS)
         self._end(reason)
 
     def _join(self, seconds: float) -> None:
@@ -258,7 +258,7 @@ class RankPool(StayingRanks):
         for process in self._processes.values():
             if process.is_alive():
                 process.kill()
-        self._join(CLOSE_LIMIT)
+        self._join(CLOSE_SECONDS)
 
     def _end(self, reason: str) -> None:
         self._closed = self._closed or reason
@@ -296,7 +296,7 @@ class RankPool(StayingRanks):
         try:
             for rank, channel in self._channels.items():
                 channel.send(encode((rank_.join_group, (self._settings[rank], name), {}, False)))
-            self._collect(self._collector(JOIN_LIMIT, "joined a new process group"), joining=True)
+            self._collect(self._collector(JOIN_SECONDS, "joined a new process group"), joining=True)
         except RankFailed:
             return False
         return True
@@ -328,7 +328,7 @@ class RankPool(StayingRanks):
                 return
         except EOFError:
             pass
-        process.join(CLOSE_LIMIT)
+        process.join(CLOSE_SECONDS)
         collector.take(rank, "failure", failures.of_exit(rank, process.exitcode, self._stack(rank)))
 
     def _whereabouts(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -340,7 +340,7 @@ class RankPool(StayingRanks):
             for rank in running:
                 with contextlib.suppress(OSError):
                     os.kill(pids[rank], signal.SIGUSR1)
-        limit = time.monotonic() + STACK_LIMIT
+        limit = time.monotonic() + STACK_SECONDS
         for rank in running:
             before, text = "", self._stack(rank)
             # Read in the middle of writing, the last thread so far would not be the main one.

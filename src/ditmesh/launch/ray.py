@@ -21,7 +21,7 @@ from .._version import library_versions
 from ..errors import ConfigError, RankFailed
 from ..requirements import not_installed
 from . import failures
-from .collect import CAUSE_TIMEOUT, Collector, StayingRanks
+from .collect import CAUSE_SECONDS, Collector, StayingRanks
 from .devices import (
     DeviceChoice,
     DeviceKind,
@@ -36,12 +36,12 @@ from .meeting import COMPARED_VERSIONS
 from .messages import encode
 
 # Seconds.
-START_LIMIT = 300.0  # for Ray to find room, for all ranks to import what they need and to find one another
-LOST_LIMIT = 30.0  # for Ray to notice that a host is gone
-CONNECT_LIMIT = 10.0  # for the cluster to answer
-CLOSE_LIMIT = 5.0  # for actors to end
+START_SECONDS = 300.0  # for Ray to find room, for all ranks to import what they need and to find one another
+LOST_SECONDS = 30.0  # for Ray to notice that a host is gone
+CONNECT_SECONDS = 10.0  # for the cluster to answer
+CLOSE_SECONDS = 5.0  # for actors to end
 POLL_SECONDS = 1.0  # between looks at what is not a message
-WHERE_LIMIT = 2.0  # for a rank to say where it is
+WHERE_SECONDS = 2.0  # for a rank to say where it is
 
 
 class RayRanks(StayingRanks):
@@ -110,10 +110,10 @@ class RayRanks(StayingRanks):
         bundle = {"CPU": float(self.threads)} | ({"GPU": 1.0} if gpus else {})
         group = placement_group([bundle] * self.world_size, strategy="PACK")
         undo.callback(remove_placement_group, group)
-        if not group.wait(START_LIMIT):
+        if not group.wait(START_SECONDS):
             raise ConfigError(
                 f"Ray found no room for {self.world_size} ranks of {self.threads} CPUs{' and a GPU' if gpus else ''} "
-                f"each within {START_LIMIT:g} s; wait until others have ended, or use fewer devices"
+                f"each within {START_SECONDS:g} s; wait until others have ended, or use fewer devices"
             )
         kind = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"replies": 1, "control": 1})(_Rank)
         for place in range(self.world_size):
@@ -160,9 +160,9 @@ class RayRanks(StayingRanks):
 
     def _all(self, references: list[Any], what: str) -> list[Any]:
         try:
-            return self._ray.get(references, timeout=START_LIMIT)
+            return self._ray.get(references, timeout=START_SECONDS)
         except self._ray.exceptions.GetTimeoutError:
-            raise RankFailed(f"the ranks could not {what} within {START_LIMIT:g} s", 0) from None
+            raise RankFailed(f"the ranks could not {what} within {START_SECONDS:g} s", 0) from None
         except self._ray.exceptions.RayError as error:
             raise RankFailed(f"a rank could not {what}: {str(error).strip().splitlines()[-1]}", 0) from error
 
@@ -180,7 +180,7 @@ class RayRanks(StayingRanks):
         for actor in self._actors:
             with contextlib.suppress(Exception):
                 self._ray.kill(actor)
-        limit = time.monotonic() + CLOSE_LIMIT
+        limit = time.monotonic() + CLOSE_SECONDS
         for actor in self._actors:
             with contextlib.suppress(Exception):
                 # Of an actor that is gone, any call fails.
@@ -227,7 +227,7 @@ class RayRanks(StayingRanks):
         asked = {self._actors[rank].stack_text.options(concurrency_group="control").remote(): rank for rank in ranks}
         places = dict.fromkeys(ranks, "it is stopped, or its host cannot be reached")
         if asked:
-            ready, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=WHERE_LIMIT)
+            ready, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=WHERE_SECONDS)
             for reference in ready:
                 with contextlib.suppress(self._ray.exceptions.RayError):
                     places[asked[reference]] = self._ray.get(reference)
@@ -238,7 +238,7 @@ def _grace(failed: Collection[Failure]) -> float:
     """Seconds to wait for more after these failures."""
     # A connection that broke may be a host that is gone, which Ray takes a while to notice.
     broken = all(failure.weight and "timed out" not in failure.what.lower() for failure in failed)
-    return LOST_LIMIT if broken else CAUSE_TIMEOUT
+    return LOST_SECONDS if broken else CAUSE_SECONDS
 
 
 class _Rank:
@@ -363,7 +363,7 @@ def _connect(ray: Any, address: str | None) -> None:
         host, _, port = (asked or "").rpartition(":")
         if host and port.isdecimal() and "/" not in host:
             # Ray tries for minutes to find out whether a server listens there.
-            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level="error", **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 # Seconds for the rank that has failed to end before those that have only lost it.
-EXIT_DELAY = 10.0
+EXIT_SECONDS = 10.0
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -181,7 +181,7 @@ class TorchrunRanks(Launcher):
             if lost_peer(error):
                 # torchrun takes the rank that ends first for the cause, and ends the others: this one takes its time.
                 if self._heartbeat is None:
-                    time.sleep(EXIT_DELAY)
+                    time.sleep(EXIT_SECONDS)
                 elif silent := self._heartbeat.silent():
                     lost = tuple(silent)
                     raise RankFailed(self._heartbeat.describe(lost), lost[0], lost=lost) from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..errors import ServerError
 
 # Seconds after which a client should retry if the server is stopping.
-AWAY = 10.0
+RESTART_SECONDS = 10.0
 # As many consecutive words of a prompt are a quotation of it.
 QUOTED_WORDS = 3
 

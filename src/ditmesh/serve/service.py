@@ -13,7 +13,7 @@ from .._version import __version__
 from ..errors import InputError, did_you_mean
 from ..launch import Launcher, connection, device_of_launcher, launcher, threads_of_launcher
 from ..launch.pool import PRELOAD
-from .errors import AWAY, Stopping
+from .errors import RESTART_SECONDS, Stopping
 from .offers import ModelSpec, ServedModel
 from .queue.dispatch import Dispatcher
 from .queue.jobs import JobStore
@@ -103,7 +103,7 @@ class Service(JobStore):
             StorageError: it cannot be written down; `NoSpace`: as the disk is full.
         """
         if self._stopping:
-            raise Stopping("the server is stopping and takes no more jobs; ask again in a moment", AWAY)
+            raise Stopping("the server is stopping and takes no more jobs; ask again in a moment", RESTART_SECONDS)
         name = request.model or next(iter(self._served))
         model = self._served.get(name)
         if model is None:

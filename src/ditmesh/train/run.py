@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..comm.backends import device_of_rank
-from ..comm.mesh import DEFAULT_DEADLINE
+from ..comm.mesh import DEFAULT_DEADLINE_SECONDS
 from ..errors import ConfigError
 from ..generate.components import read_saved
 from ..generate.job import PictureJob
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 def train(
     config: TrainConfig | dict[str, Any] | str | Path,
     *,
-    timeout: float = DEFAULT_DEADLINE,
+    timeout: float = DEFAULT_DEADLINE_SECONDS,
     report: Callable[[Any], None] | None = None,
     check_memory: bool = True,
     memory_limit: float | None = None,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm import PeerError
-from ..comm.mesh import DEFAULT_DEADLINE, Mesh
+from ..comm.mesh import DEFAULT_DEADLINE_SECONDS, Mesh
 from ..comm.objects import on_first
 from ..comm.state import raise_for_peer
 from ..engine import restore
@@ -105,7 +105,7 @@ class Trainer:
         config: TrainConfig,
         pipe: Any,
         device: torch.device | str = "cpu",
-        timeout: float = DEFAULT_DEADLINE,
+        timeout: float = DEFAULT_DEADLINE_SECONDS,
         preparing: Callable[[Any], None] | None = None,
     ) -> None:
         self._report_preparing = preparing

@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 logger = logging.getLogger("ditmesh.serve")
 # Seconds for a stream to send its pending events when the server stops.
-LAST_WORDS = 0.5
+LAST_WORDS_SECONDS = 0.5
 
 
 def sse(data: Any, event: str | None = None, id: int | None = None) -> str:
@@ -87,7 +87,7 @@ class EventStream(Response):
             while not left.done():
                 following = following or asyncio.ensure_future(_next(self._source))
                 waiting = {following, left} if stops.done() else {following, left, stops}
-                limit = LAST_WORDS if stops.done() else self._keep_alive
+                limit = LAST_WORDS_SECONDS if stops.done() else self._keep_alive
                 await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
                 if following.done():
                     try:

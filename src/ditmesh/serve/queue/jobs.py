@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ...errors import InputError
-from ..errors import AWAY, ResultFile, Stopping, StorageError, UnknownJob
+from ..errors import RESTART_SECONDS, ResultFile, Stopping, StorageError, UnknownJob
 from ..offers import ServedModel
 from ..settings import ServiceSettings
 from ..types import ENDED, Event, EventName, Job, JobError, JobRequest, Status
@@ -162,7 +162,7 @@ class JobStore:
         """Run a function in the thread that reads and writes the folder. Raises `Stopping`: it is closed."""
         if self._closed:
             # Clients with open connections ask on.
-            raise Stopping("the server is stopping; ask again in a moment", AWAY)
+            raise Stopping("the server is stopping; ask again in a moment", RESTART_SECONDS)
         return await asyncio.get_running_loop().run_in_executor(self._disk, partial(function, *args))
 
     # ---- what becomes of jobs

@@ -21,7 +21,7 @@ from .protocol import Beat, Command, Message, ModelReady, Stop
 # Seconds between attempts to start ranks: the first and the longest pause.
 BACKOFF, LONGEST_BACKOFF = 0.2, 60.0
 # Seconds for ranks to obey `Stop`, and for their thread to end after that.
-JOIN_TIMEOUT = 5.0
+JOIN_SECONDS = 5.0
 
 # Where each rank was, in the text of a `RankFailed`: of its stack the innermost place, without folders.
 WHERE = re.compile(
@@ -125,11 +125,11 @@ class Replica:
         self._stopping.set()
         self.send(Stop())
 
-    def join(self, seconds: float = JOIN_TIMEOUT) -> None:
+    def join(self, seconds: float = JOIN_SECONDS) -> None:
         """Wait until the ranks have stopped; kill them if they do not."""
         self._thread.join(seconds)
         self._killed = True
-        self._thread.join(JOIN_TIMEOUT)
+        self._thread.join(JOIN_SECONDS)
 
     def _run(self) -> None:
         pause = BACKOFF

@@ -55,7 +55,7 @@ from .stages import PipeStrategy, StageDone, Stages
 # Maximum pending messages of a rank before it waits for the oldest, in steps of patches.
 _STEPS_UNDER_WAY = 4
 # Seconds that a failed request waits for pending messages of other ranks.
-MESSAGE_TIMEOUT = 20.0
+MESSAGE_SECONDS = 20.0
 # Plans that are kept: kinds of calls (shapes, contents of masks) that a pipeline makes by turns.
 _PLANS = 8
 
@@ -120,7 +120,7 @@ class PipeFusion:
         of = self._of.value
         of.buffers = {}
         try:
-            of.drain(timedelta(seconds=MESSAGE_TIMEOUT) if failed else None)
+            of.drain(timedelta(seconds=MESSAGE_SECONDS) if failed else None)
         except RuntimeError:
             # The other side is gone: the launcher reports it.
             of.sent.clear()

@@ -13,7 +13,7 @@ from ...comm.mesh import Mesh
 from .ordered import OrderedGradients, weight_gradients
 
 # Gradients travel together in buckets of about so many bytes.
-BUCKET = 25 << 20
+BUCKET_BYTES = 25 << 20
 
 
 def reduce_gradients(model: nn.Module, mesh: Mesh, inputs: Iterable[Tensor] = ()) -> None:
@@ -37,7 +37,7 @@ def reduce_gradients(model: nn.Module, mesh: Mesh, inputs: Iterable[Tensor] = ()
     gradients = [leaf.grad for leaf in (*model.parameters(), *inputs) if leaf.grad is not None]
     size = dist.get_world_size(group)
     with torch.no_grad():
-        for bucket in _take_tensors(gradients, BUCKET):
+        for bucket in _take_tensors(gradients, BUCKET_BYTES):
             flat = _flatten_dense_tensors(bucket)
             dist.all_reduce(flat, group=group)
             flat /= size
