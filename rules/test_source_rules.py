@@ -36,7 +36,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "numpy of what may be on a device": {
         "core/digests.py": "a generator's state is on the host on every device",
         "generate/preview.py": "the colours were brought to the host",
-        "serve/worker/rendezvous.py": "messages of a gloo group",
         "lab/study/running.py": "read from a file",
     },
 }

@@ -59,7 +59,6 @@ COLLECTIVES = {
     "strategies/determinism.py",
     "strategies/inputs.py",
     "strategies/same_latents.py",
-    "strategies/text_encoders.py",
     "train/uneven.py",
     "train/data/agreement.py",
     "train/checkpoints/checkpoint.py",

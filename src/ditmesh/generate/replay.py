@@ -100,8 +100,9 @@ def receipt_config(receipt: Receipt) -> ParallelConfig:
                 '"..."'
             )
         settings |= {"predict": "none", "compress": _COMPRESSIONS.get(str(compress), compress)}
-    elif settings.get("predict") is None and (settings.get("pipe", 1) > 1 or settings.get("patches")):
-        settings["predict"] = "none"
+    elif settings.get("predict") is None and not settings.get("reproducible"):
+        # Nor keys of patches that are still to come.
+        settings["predict"] = "none" if settings.get("pipe", 1) > 1 or settings.get("patches") else None
     return ParallelConfig.read(settings)
 
 

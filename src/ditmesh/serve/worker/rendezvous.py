@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...comm import PeerError
+from ...comm.objects import gather_objects
 from ...errors import LayoutError, shortened
 from ..types import RankState
 from .protocol import Command, FailureCode, Message, Stop
@@ -37,10 +38,7 @@ class HostAllGather:
 
     def __call__(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order: anything that can be pickled. A collective call."""
-        values = [value] * self.size
-        if self._group is not None:
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+        return [value] if self._group is None else gather_objects(value, self._group)
 
     def close(self) -> None:
         """Free the process group."""
