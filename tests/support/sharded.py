@@ -193,7 +193,7 @@ def of_words(pipe: Any, prompt: str, steps: int = 2) -> torch.Tensor:
     """Latents of a prompt that the text encoders read."""
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(0)
-    kind = {"output_type": "latent", "generator": generator, "max_sequence_length": 16}
+    kind = {"output_type": "latent", "generator": generator, "max_sequence_length": 16, "height": 64, "width": 64}
     with torch.no_grad():
         return pipe(prompt, num_inference_steps=steps, **kind).images
 
