@@ -86,7 +86,7 @@ def test_a_job_of_one_rank(folder, tmp_path, name):
 
 
 SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "bands, encoders on rank 0": (EDITED, {"ulysses": 2, "vae": "bands", "text_encoder": "rank0"}),
+    "bands, encoders in pieces": (EDITED, {"ulysses": 2, "vae": "bands", "text_encoder": "sharded"}),
     "inpainting": (INPAINTED, {"ring": 2}),
     "sharded encoders": ({}, {"ulysses": 2, "text_encoder": "sharded"}),
     "encoders that are freed": ({"prompts": ("a red fox", "a blue fish")}, {"ulysses": 2, "text_encoder": "freed"}),
@@ -112,7 +112,7 @@ def test_a_job_of_two_ranks(ranks, folder, tmp_path, name):
     for worst, count, looks in found:
         assert worst <= (4 if "dtype" in fields else 1)
         assert count in (0, found[0][1])
-        if name == "bands, encoders on rank 0":
+        if name == "bands, encoders in pieces":
             assert set(looks) <= AFTER
 
 

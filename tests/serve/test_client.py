@@ -1,4 +1,4 @@
-"""`ditmesh.Client` and ``ditmesh generate --server`` against a server without ranks."""
+"""`ditmesh.Client` against a server without ranks."""
 
 from __future__ import annotations
 
