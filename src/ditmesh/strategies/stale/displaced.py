@@ -31,6 +31,7 @@ from ...config import ParallelConfig
 from ...core.partition import Partition
 from ...core.request import RequestValue
 from ...staleness.control import WarmupControl
+from ...staleness.prediction import move_on, share_in
 from ..base import ParallelModel, Request
 from ..hooks import Handler
 from ..sequence import SequenceParallel
@@ -127,7 +128,7 @@ class DisplacedParallel(StaleSequence):
     def moved_on(self, step: int) -> float | None:
         if not self._predicts:
             return None
-        return _Buffer.SHARE if step - 1 > _Buffer.FIRST and self.control.goes_on(step) else 0.0
+        return share_in(step, self.control.goes_on(step))
 
     def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
         k_bhsd, keys, now = attention.k_bhsd, attention.keys, self.control.clock.call
@@ -140,7 +141,7 @@ class DisplacedParallel(StaleSequence):
             buffer = buffers[key] = _Buffer(k_bhsd, keys, rows, self._ring, self._codec)
         has_previous = buffer.step is not None and buffer.step >= step - 1
         if self._predicts and has_previous:
-            buffer.move_on(step, not self.control.decision.synchronous and self.control.goes_on(step))
+            buffer.move_on(step, 0.0 if self.control.decision.synchronous else self.moved_on(step) or 0.0)
         buffer.put(k_bhsd, attention.v_bhsd)
         if not self.control.decision.synchronous and step == 0 and not has_previous:
             out = self.own_tokens(attention)
@@ -182,10 +183,6 @@ class _Buffer:
         step: the step that the other ranks' part is of; None while there is nothing.
         mask: the mask over all keys, as it was gathered last.
     """
-
-    # How much of the latest change a prediction adds, and the step with a change that says nothing of the next one: the
-    # first that has one, in which noise turns into a picture.
-    SHARE, FIRST = 0.5, 1
 
     def __init__(
         self, k_bhsd: Tensor, keys: Partition, rows: tuple[int, int] | None, ring: Link, packer: Codec | None
@@ -242,11 +239,10 @@ class _Buffer:
         kept = [self.whole, *self._before, *([] if self._shown is None else [self._shown])]
         return sum(one.numel() * one.element_size() for one in kept)
 
-    def move_on(self, step: int, predict: bool) -> None:
-        """Make what is kept of the latest step a prediction of ``step``, the one in progress, or only remember it.
+    def move_on(self, step: int, share: float) -> None:
+        """Move what is kept of the latest step on to ``step``, the one in progress, by a share, or only remember it.
 
-        That is what others have sent, and this rank's tokens as they have them: the same numbers by the same
-        operations, each rounded by itself, so a prediction has the same bits on all ranks.
+        That is what others have sent, and this rank's tokens as they have them.
         """
         latest = self.step
         if latest is None or latest >= step:
@@ -255,17 +251,11 @@ class _Buffer:
         tensors = [slot for rank, slots in enumerate(self._slots) if rank != self._ring.rank for slot in slots]
         if self._shown is not None:
             tensors.append(self._shown)
-        with torch.no_grad():
-            if len(self._before) != len(tensors):
+        if len(self._before) != len(tensors):
+            with torch.no_grad():
                 self._before = [one_after_other([now]) for now in tensors]
-            elif predict and self._before_step == latest - 1 and latest > self.FIRST:
-                for now, before in zip(tensors, self._before, strict=True):
-                    change = now - before
-                    before.copy_(now)
-                    now.add_(change.mul_(self.SHARE))
-            else:
-                for now, before in zip(tensors, self._before, strict=True):
-                    before.copy_(now)
+        else:
+            move_on(tensors, self._before, share if self._before_step == latest - 1 else 0.0)
         self._before_step = latest
 
     def post(self, step: int, whole: bool = False) -> None:
