@@ -106,7 +106,7 @@ class Strength(BaseModel):
         return about
 
     def of(self, layer: str, rank: int) -> float:
-        """The scale of a layer of the model whose matrices have this rank.
+        """The scale of a LoRA layer whose two matrices have this rank.
 
         Raises:
             InputError: the settings say another rank.

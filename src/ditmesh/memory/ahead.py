@@ -10,7 +10,7 @@ import torch
 
 from ..core.clock import TIMESTEPS
 from ..layout.conventions import Size
-from ..strategies.precomputed import found_ahead
+from ..strategies.precomputed import bytes_ahead
 from .cache import Needs, kept
 from .sizes import Workload
 from .walk import WithoutValues, by_any_call, manual_collection, model_on_meta
@@ -20,7 +20,7 @@ from .walk import WithoutValues, by_any_call, manual_collection, model_on_meta
 def computed_ahead(
     transformer: str, settings: Mapping[str, Any], tensor: int, workload: Workload, dtype: torch.dtype
 ) -> Needs:
-    """The weights of modules whose values are computed ahead, and as `kept` these values, of one rank.
+    """Bytes of a rank: `weights` of the modules whose values are computed ahead, and `kept` for these values.
 
     Args:
         transformer, settings: class and configuration.
@@ -38,8 +38,8 @@ def computed_ahead(
         inputs = make.inputs(size)
         times = [inputs[name] for name in inputs.keys() & TIMESTEPS if isinstance(inputs[name], torch.Tensor)]
         with WithoutValues():
-            found = found_ahead(model, inputs, times, workload.steps)
-        return Needs(found.weights / tensor, 0.0, calls * found.values)
+            weights, values = bytes_ahead(model, inputs, times, workload.steps)
+        return Needs(weights / tensor, 0.0, calls * values)
 
     with manual_collection():
         return by_any_call(model, dtype, of_call)

@@ -246,13 +246,7 @@ class PrecomputedModel:
             if self._is_image(arguments, path, value):
                 given.set(path, unknown_like(value))
         run = PartialRun([value.value for value in timestep.values()])
-        with (
-            torch.no_grad(),
-            without_hooks(self._model),
-            _Watch(self._model, run, self._parallel.find(TensorParallel)) as watch,
-            run,
-        ):
-            self._model(*fresh(given.args), **fresh(given.kwargs))
+        watch = _watched(self._model, run, self._parallel.find(TensorParallel), given.args, given.kwargs)
         later = [] if run.tape.obstacle else self._later(timestep)
         row = {path: calls for path, calls in watch.outputs(1 + len(later)).items() if path not in self._excluded}
         placed = run.tape.placed(row)
@@ -457,6 +451,11 @@ class _Watch:
             row[path] = [output for output, _ in calls]
         return row
 
+    def value_bytes(self, tree: Any, times: int) -> int:
+        """Bytes of the tensors in a tree, for so many timesteps where they follow from the timestep."""
+        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        return sum(tensor.nbytes * (times if self._run.tape.follows(tensor) else 1) for tensor in tensors)
+
     def _pays(self, path: str, calls: list[tuple[Any, list[int | None]]], times: int) -> bool:
         parameters = [*self._model.get_submodule(path).parameters()]
         alone = all(name.startswith(f"{path}.") for each in parameters for name in self._owners[id(each)])
@@ -468,7 +467,7 @@ class _Watch:
             # Somebody has written to it since.
             if [version_of(tensor) for tensor in tensors] != versions:
                 return False
-            held += sum(tensor.nbytes * (times if self._run.tape.follows(tensor) else 1) for tensor in tensors)
+            held += self.value_bytes(tensors, times)
         return held < sum(
             self._whole[parameter].numel() * parameter.element_size() / self._ranks
             if parameter in self._whole
@@ -477,23 +476,19 @@ class _Watch:
         )
 
 
-@dataclass(frozen=True)
-class Ahead:
-    """What is computed ahead of a call.
-
-    Attributes:
-        modules: paths.
-        weights: their bytes.
-        values: bytes of what they return, for all steps.
-    """
-
-    modules: tuple[str, ...]
-    weights: float
-    values: float
+def _watched(model: nn.Module, run: PartialRun, slices: TensorParallel | None, args: Any, kwargs: Any) -> _Watch:
+    """A partial run of a model, as `_Watch` has seen it."""
+    with torch.no_grad(), without_hooks(model), _Watch(model, run, slices) as watch, run:
+        model(*fresh(args), **fresh(kwargs))
+    return watch
 
 
-def found_ahead(model: nn.Module, inputs: Mapping[str, Any], times: Sequence[Tensor], steps: int) -> Ahead:
-    """The modules whose values could be computed ahead of a call, by a run without the values of the image.
+def bytes_ahead(
+    model: nn.Module, inputs: Mapping[str, Any], times: Sequence[Tensor], steps: int
+) -> tuple[float, float]:
+    """Bytes of the weights of modules whose values could be computed ahead, and of these values for all steps.
+
+    By a run without the values of the image.
 
     Args:
         model: whole, maybe itself without values.
@@ -507,14 +502,10 @@ def found_ahead(model: nn.Module, inputs: Mapping[str, Any], times: Sequence[Ten
     image = parameter_names(type(model).forward)[0]
     given = {name: _without_values(value) if name == image else value for name, value in inputs.items()}
     run = PartialRun(times)
-    with torch.no_grad(), without_hooks(model), _Watch(model, run, None) as watch, run:
-        model(**given)
+    watch = _watched(model, run, None, (), given)
     row = watch.outputs(steps)
-    values = sum(
-        leaf.nbytes * (steps if run.tape.follows(leaf) else 1) for leaf in tree_leaves(row) if isinstance(leaf, Tensor)
-    )
     weights = {id(each): each.nbytes for path in row for each in model.get_submodule(path).parameters()}
-    return Ahead(tuple(row), float(sum(weights.values())), float(values))
+    return float(sum(weights.values())), float(watch.value_bytes(row, steps))
 
 
 def _without_values(tree: Any) -> Any:

@@ -99,7 +99,7 @@ class JobStore:
         wake: set when there may be something to do for replicas.
         live_jobs: jobs in memory, by id.
         write_error: why the folder cannot be written now; None: it can.
-        on_event: is told of every event of a job; None: nobody is.
+        on_event: called with every event of a job; None: events are not reported.
     """
 
     def __init__(self, served: Mapping[str, ServedModel], folder: str | Path, settings: ServiceSettings) -> None:
