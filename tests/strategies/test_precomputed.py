@@ -8,15 +8,20 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import nn
 
 import ditmesh
+from ditmesh import zoo
 from ditmesh.comm.mesh import Mesh
 from ditmesh.config import ParallelConfig
 from ditmesh.core.arguments import Arguments, parameter_names
 from ditmesh.core.clock import CallClock
 from ditmesh.core.partial_run import PartialRun, Unknown, unknown_like
 from ditmesh.core.patching import CallChain
+from ditmesh.engine.targets import device_of
+from ditmesh.generate.loading import ahead_stays
+from ditmesh.memory.ahead import modules_ahead
 from ditmesh.strategies.precomputed import PrecomputedModel
 from ditmesh.strategies.tensor.parallel import TensorParallel
 from support.classes import CASES
@@ -43,21 +48,21 @@ def test_a_partial_run_gives_values_and_replays_them():
     model, times = _Gated(), [torch.randn(1, 4) for _ in range(3)]
     kept: list[Any] = []
     handle = model.modulation.register_forward_hook(lambda *call: kept.append(call[-1]))
-    with torch.no_grad(), PartialRun([times[0]]) as run:
+    with torch.no_grad(), PartialRun([times[0]], [[time] for time in times[1:]]) as run:
         result = model(unknown_like(torch.randn(2, 5, 4)), times[0])
     handle.remove()
     assert isinstance(result, Unknown)
     assert result.shape == (2, 5, 4)
-    assert not run.tape.obstacle
-    for time in times:
-        (value,) = run.tape.run([time], run.tape.placed(kept))
+    assert not run.later.obstacle
+    for step, time in enumerate(times):
+        (value,) = run.later.values(kept, step - 1) if step else kept
         assert torch.equal(value, model.modulation(torch.nn.functional.silu(time)))
 
 
 @pytest.mark.parametrize("case", ["number", "list", "array", "constant"])
 def test_what_cannot_be_replayed_is_told(case):
     time, table = torch.tensor([0.5]), torch.zeros(3)
-    with torch.no_grad(), PartialRun([time]) as run:
+    with torch.no_grad(), PartialRun([time], [[time + 1]]) as run:
         if case == "number":
             assert float(time * 2) == 1.0
         elif case == "list":
@@ -66,7 +71,7 @@ def test_what_cannot_be_replayed_is_told(case):
             assert (time * 2).numpy() == 1.0
         else:
             table[0] = time[0]
-    assert run.tape.obstacle
+    assert run.later.obstacle
 
 
 def test_attention_of_the_text_has_values_and_what_is_drawn_has_none():
@@ -275,6 +280,49 @@ def test_weights_are_away_in_every_step():
         hook.remove()
     assert held == [whole - gone] * 4
     assert gone > 0.2 * whole
+
+
+def test_modules_are_known_before_any_call():
+    settings: Any = tiny("Flux").config
+    paths = modules_ahead("FluxTransformer2DModel", dict(settings), torch.float32)
+    assert {"time_text_embed", "norm_out.linear"} <= {*paths}
+    assert modules_ahead("NoSuchModel", {}, torch.float32) == ()
+
+
+def test_weights_stay_in_host_memory_while_the_rest_moves():
+    pipe = DiffusionPipeline.from_pretrained(zoo.path("emoji-flux"))
+    # A device that differs from the CPU, and needs no hardware.
+    device = torch.device("meta")
+    with ahead_stays(pipe, ParallelConfig(precompute=True), device):
+        pipe.transformer.to(device)
+    devices = {name: parameter.device.type for name, parameter in pipe.transformer.named_parameters()}
+    assert devices["time_text_embed.timestep_embedder.linear_1.weight"] == "cpu"
+    assert devices["transformer_blocks.0.attn.to_q.weight"] == "meta"
+    assert device_of(pipe.transformer) == device
+    assert all(parameter.numel() for parameter in pipe.transformer.parameters())
+
+
+def test_weights_that_were_in_host_memory_come_one_module_at_a_time(monkeypatch):
+    pipe, held = PIPELINES["sd3"](), []
+    truth = [draw(pipe, arguments("sd3", [1], steps=3, seed=seed)) for seed in (0, 1)]
+    with ditmesh.parallelized(pipe, {"precompute": True}):
+        (part,) = ditmesh.engine_of(pipe).parts(PrecomputedModel)
+        draw(pipe, arguments("sd3", [1], steps=3))
+        weights = [[*pipe.transformer.get_submodule(path).parameters()] for path in part.modules]
+        homeless = {each for own in weights for each in own}
+        part.frees_weights, part._homeless = True, homeless
+        forward = nn.Linear.forward
+
+        def watched(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+            held.append(sum(each.numel() for each in homeless))
+            return forward(self, x)
+
+        monkeypatch.setattr(nn.Linear, "forward", watched)
+        values = [draw(pipe, arguments("sd3", [1], steps=3, seed=seed)) for seed in (0, 1)]
+        assert len(part.away()) == len(homeless) > 5
+    assert all(torch.equal(a, b) for a, b in zip(values, truth, strict=True))
+    assert max(held) == max(sum(each.numel() for each in own) for own in weights)
+    assert all(parameter.numel() for parameter in pipe.transformer.parameters())
 
 
 def at_step(step: int, change: Any) -> dict[str, Any]:

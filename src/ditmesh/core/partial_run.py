@@ -1,15 +1,14 @@
 """A run of a module in which some tensors have no values: only what does not depend on them is computed.
 
 Partial evaluation (Jones, Gomard & Sestoft 1993) of torch's operators: one that sees a tensor without values gives
-tensors without values, at no cost; all others run as ever. Those that follow from chosen *inputs* are noted, so that
-they can be run again for other values of these inputs without the module's Python.
+tensors without values, at no cost; all others run as ever. Those that follow from chosen *inputs* also run for
+other values of these inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import LayoutError
 from . import intercept
@@ -56,106 +56,58 @@ def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """The place of a tensor that follows from the inputs, in a tape."""
+class LaterSteps:
+    """What follows from chosen inputs, for their values in later steps: each operator runs for all steps at once.
 
-    number: int
+    So what it reads, such as the weights of a module, need not be there afterwards.
 
-
-@dataclass(frozen=True)
-class _NotedOperation:
-    function: Any
-    args: Any
-    kwargs: Any
-    # Numbers of the tensors that it returns, in their order.
-    results: tuple[int, ...]
-
-
-class Tape:
-    """The noted operators, for other values of the inputs.
+    Args:
+        inputs: as they are in the run.
+        steps: their values in each later step, of the same shapes, dtypes and devices.
 
     Attributes:
-        obstacle: the reason why nothing can be replayed, a clause; empty: it can.
+        obstacle: the reason why later steps have no values, a clause; empty: they have.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], steps: Sequence[Sequence[Tensor]]) -> None:
         self.obstacle = ""
-        self._operations: list[_NotedOperation] = []
-        self._inputs = len(inputs)
-        # Tensors that follow from the inputs, held so that their ids stay their own.
-        self._held: list[Tensor] = list(inputs)
-        self._slots = {id(tensor): number for number, tensor in enumerate(inputs)}
-        # Memory that an operator of the tape reads, and memory that it makes.
-        self._read: set[int] = set()
-        self._made: set[int] = set()
+        self._count = len(steps)
+        # By tensor of the run, those of the later steps; they go with it.
+        self._values = WeakTensorKeyDictionary(
+            {tensor: [step[place] for step in steps] for place, tensor in enumerate(inputs)}
+        )
 
     def follows(self, tensor: Tensor) -> bool:
         """True if the tensor follows from the inputs."""
-        return id(tensor) in self._slots
+        return tensor in self._values
 
-    def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operator has run on tensors with values."""
+    def note(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any, written: Sequence[Tensor]
+    ) -> None:
+        """A function, which writes to some of its arguments, has run on tensors with values."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        written = written_by(function, args, kwargs)
-        if not any(self.follows(tensor) for tensor in given):
-            if any(_memory(tensor) in self._read for tensor in written):
-                self.obstacle = f"{function} writes to what was read before"
+        if self.obstacle or isinstance(result, torch.device) or not any(map(self.follows, given)):
             return
         returned = tree_leaves(result)
         if not all(isinstance(leaf, Tensor) for leaf in returned):
             self.obstacle = f"{function} makes a number of it"
-            return
-        self._read |= {_memory(tensor) for tensor in given if not self.follows(tensor)}
-        if any(_memory(tensor) not in self._made for tensor in written):
+        elif not all(map(self.follows, written)):
             self.obstacle = f"{function} writes it into memory that was there before"
-        results = []
-        for tensor in returned:
-            self._made.add(_memory(tensor))
-            results.append(self._slots.setdefault(id(tensor), len(self._held)))
-            self._held.append(tensor)
-        args, kwargs = tree_map(self._placed, (args, kwargs))
-        self._operations.append(_NotedOperation(function, args, kwargs, tuple(results)))
+        else:
+            results = [
+                tree_leaves(function(*self.values(args, step), **self.values(kwargs, step)))
+                for step in range(self._count)
+            ]
+            for place, tensor in enumerate(returned):
+                self._values[tensor] = [leaves[place] for leaves in results]
 
-    def note_exchange(self, exchange: Callable[[Tensor], Tensor], tensor: Tensor, result: Tensor) -> None:
-        """Ranks have exchanged a tensor with values; they do so again where it follows from the inputs."""
-        if self.follows(tensor):
-            self._made.add(_memory(result))
-            number = self._slots.setdefault(id(result), len(self._held))
-            self._held.append(result)
-            self._operations.append(_NotedOperation(exchange, (self._placed(tensor),), {}, (number,)))
+    def values(self, tree: Any, step: int) -> Any:
+        """A tree with the tensors of a later step in the place of those that follow from the inputs."""
 
-    def _placed(self, leaf: Any) -> Any:
-        return _Slot(self._slots[id(leaf)]) if isinstance(leaf, Tensor) and self.follows(leaf) else leaf
+        def at_step(leaf: Any) -> Any:
+            return self._values[leaf][step] if isinstance(leaf, Tensor) and self.follows(leaf) else leaf
 
-    def placed(self, tree: Any) -> Any:
-        """A tree with places in the stead of tensors that follow from the inputs."""
-        return tree_map(self._placed, tree)
-
-    def run(self, inputs: Sequence[Tensor], trees: Any) -> Any:
-        """Trees of `placed` with the tensors that follow from other values of the inputs.
-
-        Args:
-            inputs: of the shapes, dtypes and devices of those that were given.
-            trees: anything with places.
-        """
-        values = dict(enumerate(inputs))
-
-        def at(leaf: Any) -> Any:
-            return values[leaf.number] if isinstance(leaf, _Slot) else leaf
-
-        def filled(tree: Any) -> Any:
-            return tree_map(at, tree, is_leaf=lambda leaf: isinstance(leaf, _Slot))
-
-        with torch.no_grad():
-            for operation in self._operations:
-                result = operation.function(*filled(operation.args), **filled(operation.kwargs))
-                values |= zip(operation.results, tree_leaves(result), strict=True)
-        return filled(trees)
-
-    def release(self) -> None:
-        """Let go of the tensors of the run that was noted."""
-        self._held, self._slots = [], {}
+        return tree_map(at_step, tree)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -188,15 +140,15 @@ class PartialRun(TorchDispatchMode):
     """Inside, operators on `Unknown` tensors run on shapes alone, and all others as ever.
 
     Args:
-        inputs: the operators that follow from them are noted in `tape`.
+        inputs, steps: what `later` has for later steps follows from them.
     """
 
     # Flex attention comes here, and is refused.
     supports_higher_order_operators = True
 
-    def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
+    def __init__(self, inputs: Sequence[Tensor] = (), steps: Sequence[Sequence[Tensor]] = ()) -> None:
         super().__init__()
-        self.tape = Tape([*inputs])
+        self.later = LaterSteps(inputs, steps)
         # Told of the tensors that every operator sees.
         self.listener: Callable[[Iterable[Tensor]], None] = lambda tensors: None
         # Memory with values into which such without were written.
@@ -207,7 +159,7 @@ class PartialRun(TorchDispatchMode):
         self._inside.enter_context(intercept.handled_by(_PartialAttention(self)))
         # torch compiles flex attention by itself, and would keep what fails inside for later calls.
         self._inside.enter_context(torch.compiler.set_stance("force_eager"))
-        self._inside.enter_context(_NumbersRead(self.tape))
+        self._inside.enter_context(_NumbersRead(self.later))
         super().__enter__()
         return self
 
@@ -235,7 +187,7 @@ class PartialRun(TorchDispatchMode):
         self.listener(given)
         if not _draws(func, args, kwargs) and not any(map(self.is_unknown, given)):
             result = func(*args, **kwargs)
-            self.tape.note(func, args, kwargs, result)
+            self.later.note(func, args, kwargs, result, written_by(func, args, kwargs))
             return result
         for tensor in written_by(func, args, kwargs):
             if not isinstance(tensor, Unknown):
@@ -282,20 +234,20 @@ def exchanged(exchange: Callable[[Tensor], Tensor], tensor: Tensor, width: int |
         return Unknown(meta.new_empty(shape), tensor.device)
     with _disable_current_modes():
         result = exchange(tensor)
-    run.tape.note_exchange(exchange, tensor, result)
+        run.later.note(exchange, (tensor,), {}, result, ())
     return result
 
 
 class _NumbersRead(TorchFunctionMode):
     """Sees values that follow from the inputs leave torch where no operator does: ``tolist()``, ``numpy()``."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, later: LaterSteps) -> None:
         super().__init__()
-        self._tape = tape
+        self._later = later
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and self._tape.follows(args[0]):
-            self._tape.obstacle = f"{func.__name__} reads it"
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and self._later.follows(args[0]):
+            self._later.obstacle = f"{func.__name__} reads it"
         return func(*args, **(kwargs or {}))
 
 

@@ -156,5 +156,6 @@ def device_of(model: nn.Module) -> torch.device | None:
             return torch.device(device)
     with suppress(ValueError):
         return _get_group_onload_device(model)
-    parameter = next(model.parameters(), None)
-    return None if parameter is None else parameter.device
+    devices = [parameter.device for parameter in model.parameters()]
+    # Weights of modules that `precompute` computes ahead may wait in host memory.
+    return next((device for device in devices if device.type != "cpu"), devices[0] if devices else None)

@@ -8,21 +8,23 @@ safetensors files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..comm.backends import device_of_rank
 from ..comm.mesh import DEFAULT_DEADLINE_SECONDS, Mesh
 from ..config import ParallelConfig
-from ..engine import ConfigLike, agreed, engine_of, parallelize
+from ..engine import ConfigLike, agreed, denoisers, engine_of, parallelize
 from ..errors import InputError
 from ..layout.table import known_models
+from ..memory.ahead import modules_ahead
 from ..memory.check import check_memory as check_fits
 from ..memory.check import choose_for_ranks
 from .components import read_saved
@@ -106,12 +108,36 @@ def load(
         alike = dist.is_available() and dist.is_initialized() and mesh.world.size == dist.get_world_size()
         pipe = read_pipeline(info, config, mesh, dtype, variant, together=alike, **components)
         if mesh.device.type != "cpu":
-            pipe.to(mesh.device)
+            with ahead_stays(pipe, config, mesh.device):
+                pipe.to(mesh.device)
         parallelize(pipe, config, mesh=mesh)
         if owned:
             engine_of(pipe).own_mesh()
         undo.pop_all()
     return pipe
+
+
+@contextmanager
+def ahead_stays(pipe: Any, config: ParallelConfig | str, device: torch.device) -> Iterator[None]:
+    """Weights of modules that ``precompute`` computes ahead stay in host memory, whatever moves to a GPU inside."""
+    held: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
+    if device.type != "cpu" and isinstance(config, ParallelConfig) and config.precompute:
+        for model in denoisers(pipe):
+            dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+            for path in modules_ahead(type(model).__name__, dict(getattr(model, "config", {})), dtype):
+                for module in model.get_submodule(path).modules():
+                    for name, parameter in module.named_parameters(recurse=False):
+                        # Weights of other types, such as quantised ones, have more than their data.
+                        if type(parameter.data) is torch.Tensor and parameter.device.type == "cpu":
+                            held.append((module, name, parameter, parameter.data))
+    for *_, parameter, data in held:
+        parameter.data = data.new_empty(0)
+    try:
+        yield
+    finally:
+        for module, name, parameter, data in held:
+            parameter.data = data
+            module._parameters[name] = parameter
 
 
 def usual_dtype(device: torch.device) -> torch.dtype:

@@ -145,7 +145,7 @@ class PipelineRunner:
         import diffusers
         import torch
 
-        from .loading import dtype_option
+        from .loading import ahead_stays, dtype_option
         from .shares import whole_shapes
 
         # Before the class is imported, which may fail for missing optional packages.
@@ -164,7 +164,10 @@ class PipelineRunner:
             notes = load_adapters(pipe, job.files)
         if job.scheduler is not None:
             pipe.scheduler = scheduler_named(job.scheduler, type(pipe.scheduler).__name__, pipe.scheduler.config)
-        runner = cls(pipe.to(device) if job.offload == "none" else pipe, device)
+        if job.offload == "none":
+            with ahead_stays(pipe, job.config, device):
+                pipe.to(device)
+        runner = cls(pipe, device)
         runner.notes = notes
         return runner
 
@@ -172,11 +175,13 @@ class PipelineRunner:
         """Make the pipeline run on all ranks as the job says, offloaded if it says so; no mesh for ``"auto"``."""
         from ..engine import configuration_for, engine_of, parallelize
         from ..recipe import RECIPE
+        from .loading import ahead_stays
         from .offload import offload
 
         config, guidance = job.config, None if job.guidance is None else job.guidance > 1
         if job.offload != "none":
-            offload(self.pipe, job.offload, self.device)
+            with ahead_stays(self.pipe, config, self.device):
+                offload(self.pipe, job.offload, self.device)
         if isinstance(config, str):
             config = configuration_for(self.pipe, guidance=guidance)
         parallelize(self.pipe, config, mesh=mesh, timeout=job.timeout, recipe=recipe or RECIPE)

@@ -106,7 +106,7 @@ def needs(
     Args:
         process: bytes of a process without a model.
         offloaded: text encoders and autoencoder are elsewhere while they do not work.
-        gpu: what `precompute` computes ahead leaves the device.
+        gpu: weights of what `precompute` computes ahead are not on the device.
 
     Raises:
         LayoutError: a component cannot run without values, or has no reviewed layout.
@@ -142,8 +142,8 @@ def _phases(
     components: Components, dit: Needs, text: _EncoderMemory, vae: Needs, ahead: Needs, offloaded: bool, process: float
 ) -> tuple[Phase, ...]:
     """A rank's memory for transformers, text encoders and the VAE."""
-    later = text.later - ahead.weights + ahead.kept
-    around = dit.weights + (0.0 if offloaded else vae.weights + components.other)
+    later = text.later + ahead.kept
+    around = dit.weights - ahead.weights + (0.0 if offloaded else vae.weights + components.other)
     phases = [Phase("load", around + text.loaded, process=process)]
     if components.encoders:
         phases.append(Phase("encode", around + text.encoding, text.activations, process=process))

@@ -2,16 +2,17 @@
 
 A third of the weights of FLUX.1, Stable Diffusion 3.5 or Qwen-Image sees the timestep and the text alone, and every
 rank holds all of it. A partial run (`core.partial_run`) of the first call finds these modules in any
-transformer: nothing goes by names. Their values for all further timesteps follow by a replay of the few operators
-behind the timestep. From then on the modules return these values, and on a GPU their weights wait in host memory for
-the end of the request. A call whose arguments are others than foreseen is computed when it comes.
+transformer: nothing goes by names. The few operators behind the timestep run for all further timesteps as well. From
+then on the modules return these values, and on a GPU their weights wait in host memory for the end of the request.
+Weights that were in host memory before it, as `ditmesh.load` leaves them there, are on the GPU during calls of their
+module alone. A call whose arguments are others than foreseen is computed when it comes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ from ..layout.derive import without_hooks
 from ..layout.forms import form_of
 from ..layout.types import CallForm
 from .base import Context, ParallelModel, Request, Strategy
-from .pipefusion.stages import give_up, take_back
+from .pipefusion.stages import give_up, shape_of, take_back
 from .tensor.parallel import TensorParallel
 
 # Calls of a request that may be other than foreseen; then the modules compute as ever until it ends.
@@ -111,8 +112,10 @@ class PrecomputedModel:
         # Whether a pipeline's call is in progress, in which weights stay what they are.
         self._open = False
         self._stand_ins: dict[str, Patch] = {}
-        # By path of a module whose weights are in host memory, these.
-        self._away: dict[str, dict[Tensor, Tensor]] = {}
+        # Parameters whose values are in host memory, with these.
+        self._away: dict[Tensor, Tensor] = {}
+        # Those that are there between requests, too; None: not looked for yet, as other strategies cut weights first.
+        self._homeless: set[Tensor] | None = None
         # The row of the call in progress, the calls of each module so far, and whether values are compared.
         self._row: Row = {}
         self._calls: dict[str, int] = {}
@@ -128,10 +131,11 @@ class PrecomputedModel:
     def end(self) -> None:
         """End the request: weights come back, and values are dropped."""
         self._rows, self._row, self._states, self._surprises, self._open = [], {}, {}, 0, False
-        self._bring_all()
+        self._return_home()
 
     def close(self) -> None:
-        """Undo everything."""
+        """Undo everything; all weights are on the device."""
+        self._homeless = set()
         self.end()
         for patch in self._stand_ins.values():
             patch.undo()
@@ -143,6 +147,7 @@ class PrecomputedModel:
         """A layer around a whole call."""
         foreseen = self._foreseen(arguments)
         if foreseen is None:
+            self._return_home()
             self._bring_all()
             return proceed(arguments)
         batch = foreseen.batch
@@ -166,8 +171,7 @@ class PrecomputedModel:
             for path in self._excluded:
                 row.row.pop(path, None)
         self.modules = tuple(path for path in self.modules if path not in self._excluded)
-        for path in self._excluded & self._away.keys():
-            self._bring(path)
+        self._leave()
 
     def _foreseen(self, arguments: Arguments) -> _Foreseen | None:
         """The call with its values, which are computed where it was not foreseen; None: it is to run as ever."""
@@ -240,18 +244,18 @@ class PrecomputedModel:
         Raises:
             LayoutError: a value of the image is needed to tell what runs.
         """
-        self._bring_all()
         given = arguments.copy()
         for path, value in arguments.leaves():
             if self._is_image(arguments, path, value):
                 given.set(path, unknown_like(value))
-        run = PartialRun([value.value for value in timestep.values()])
-        watch = _watched(self._model, run, self._parallel.find(TensorParallel), given.args, given.kwargs)
-        later = [] if run.tape.obstacle else self._later(timestep)
+        later = self._later(timestep)
+        run = PartialRun([value.value for value in timestep.values()], [[*times.values()] for times in later])
+        slices = self._parallel.find(TensorParallel)
+        watch = _watched(self._model, run, slices, self._lending, given.args, given.kwargs)
+        if run.later.obstacle:
+            later = []
         row = {path: calls for path, calls in watch.outputs(1 + len(later)).items() if path not in self._excluded}
-        placed = run.tape.placed(row)
-        rows = [row, *(run.tape.run([*times.values()], placed) for times in later)]
-        run.tape.release()
+        rows = [row, *(run.later.values(row, step) for step in range(len(later)))]
         for path in row:
             self._stand_in(path)
         self.modules, self._states = tuple(row), {path: self._state(path) for path in row}
@@ -277,10 +281,12 @@ class PrecomputedModel:
 
     def _state(self, path: str) -> list[Any]:
         """What a module computes with: its weights as they lie in memory, and the settings of it and its layers."""
-        away = self._away.get(path, {})
         return [
             [
-                *(None if each in away else (each.data_ptr(), version_of(each)) for each in module.parameters(False)),
+                *(
+                    None if each in self._away else (each.data_ptr(), version_of(each))
+                    for each in module.parameters(False)
+                ),
                 *((name, _plain(value)) for name, value in vars(module).items() if not name.startswith("_backward")),
             ]
             for module in self._model.get_submodule(path).modules()
@@ -303,7 +309,7 @@ class PrecomputedModel:
             self._calls[path] = number + 1
             if not self._compares:
                 return fresh(values[number])
-            with self._lent(path):
+            with self._lent(module):
                 result = patch.original(*args, **kwargs)
             for hook in module._forward_hooks.values():
                 # Of the slices of all ranks, as the values that were computed ahead.
@@ -330,38 +336,80 @@ class PrecomputedModel:
     # --- weights -----------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Weights of modules whose values are known in all foreseen calls go to host memory, on a GPU."""
-        for path in self.modules if self.frees_weights else ():
-            if path not in self._away and all(path in foreseen.row for foreseen in self._rows):
-                self._away[path] = {}
-                for parameter in self._model.get_submodule(path).parameters():
-                    self._away[path][parameter] = parameter.data.to("cpu", copy=True)
-                    give_up(parameter)
-                self._states[path] = self._state(path)
+        """On a GPU, weights of modules with values for all foreseen calls go to host memory, and no others."""
+        if not self.frees_weights:
+            return
+        paths = [path for path in self.modules if all(path in foreseen.row for foreseen in self._rows)]
+        leaving = {each for path in paths for each in self._model.get_submodule(path).parameters()}
+        if leaving == self._away.keys():
+            return
+        for parameter in self._away.keys() - leaving:
+            self._bring(parameter)
+        for parameter in leaving - self._away.keys():
+            self._take_away(parameter)
+        self._states = {path: self._state(path) for path in self.modules}
+
+    def _take_away(self, parameter: Tensor) -> None:
+        self._away[parameter] = parameter.data.to("cpu")
+        self._give_up(parameter)
+
+    def _give_up(self, parameter: Tensor) -> None:
+        give_up(parameter)
+        parameter.data = parameter.data.to(self._context.mesh.device)
+
+    def _bring(self, parameter: Tensor) -> None:
+        take_back(parameter, self._away.pop(parameter).to(self._context.mesh.device))
+
+    def _bring_all(self) -> None:
+        for parameter in [*self._away]:
+            self._bring(parameter)
+
+    def _return_home(self) -> None:
+        """Every weight goes where it is between requests."""
+        if self._homeless is None:
+            kind = self._context.mesh.device.type
+            self._homeless = {each for each in self._model.parameters() if each.device.type != kind}
+        for parameter in self._away.keys() - self._homeless:
+            self._bring(parameter)
+        for parameter in self._homeless - self._away.keys():
+            self._take_away(parameter)
 
     @contextmanager
-    def _lent(self, path: str) -> Iterator[None]:
+    def _lent(self, module: nn.Module) -> Iterator[None]:
         """The weights of a module on the device, for one call of it."""
-        weights = self._away.get(path, {})
-        for parameter, value in weights.items():
-            take_back(parameter, value.to(self._context.mesh.device, copy=True))
+        self._lend(module.parameters())
         try:
             yield
         finally:
-            for parameter in weights:
-                give_up(parameter)
+            self._withdraw(module.parameters())
 
-    def _bring(self, path: str) -> None:
-        for parameter, value in self._away.pop(path).items():
-            take_back(parameter, value.to(self._context.mesh.device))
+    @contextmanager
+    def _lending(self) -> Iterator[None]:
+        """Every module's own weights on the device while it runs, inside."""
+        with ExitStack() as undo:
+            undo.callback(self._withdraw, self._away)
+            for module in self._model.modules():
+                own = [each for each in module.parameters(recurse=False) if each in self._away]
+                if own:
+                    before = module.register_forward_pre_hook(lambda *_, own=own: self._lend(own))
+                    after = module.register_forward_hook(lambda *_, own=own: self._withdraw(own))
+                    undo.callback(before.remove)
+                    undo.callback(after.remove)
+            yield
 
-    def _bring_all(self) -> None:
-        for path in [*self._away]:
-            self._bring(path)
+    def _lend(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter in self._away:
+                take_back(parameter, self._away[parameter].to(self._context.mesh.device))
+
+    def _withdraw(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter in self._away and parameter.numel():
+                self._give_up(parameter)
 
     def away(self) -> set[int]:
         """The parameters whose values are in host memory now, by id."""
-        return {id(parameter) for weights in self._away.values() for parameter in weights}
+        return {id(parameter) for parameter in self._away}
 
 
 def _plain(value: Any) -> Any:
@@ -454,7 +502,7 @@ class _Watch:
     def value_bytes(self, tree: Any, times: int) -> int:
         """Bytes of the tensors in a tree, for so many timesteps where they follow from the timestep."""
         tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-        return sum(tensor.nbytes * (times if self._run.tape.follows(tensor) else 1) for tensor in tensors)
+        return sum(tensor.nbytes * (times if self._run.later.follows(tensor) else 1) for tensor in tensors)
 
     def _pays(self, path: str, calls: list[tuple[Any, list[int | None]]], times: int) -> bool:
         parameters = [*self._model.get_submodule(path).parameters()]
@@ -469,26 +517,38 @@ class _Watch:
                 return False
             held += self.value_bytes(tensors, times)
         return held < sum(
-            self._whole[parameter].numel() * parameter.element_size() / self._ranks
-            if parameter in self._whole
-            else parameter.nbytes
-            for parameter in parameters
+            self._whole.get(each, shape_of(each)).numel()
+            * each.element_size()
+            / (self._ranks if each in self._whole else 1)
+            for each in parameters
         )
 
 
-def _watched(model: nn.Module, run: PartialRun, slices: TensorParallel | None, args: Any, kwargs: Any) -> _Watch:
+def _watched(
+    model: nn.Module,
+    run: PartialRun,
+    slices: TensorParallel | None,
+    lending: Callable[[], AbstractContextManager[None]],
+    args: Any,
+    kwargs: Any,
+) -> _Watch:
     """A partial run of a model, as `_Watch` has seen it."""
-    with torch.no_grad(), without_hooks(model), _Watch(model, run, slices) as watch, run:
+    with torch.no_grad(), without_hooks(model), lending(), _Watch(model, run, slices) as watch, run:
         model(*fresh(args), **fresh(kwargs))
     return watch
 
 
-def bytes_ahead(
-    model: nn.Module, inputs: Mapping[str, Any], times: Sequence[Tensor], steps: int
-) -> tuple[float, float]:
-    """Bytes of the weights of modules whose values could be computed ahead, and of these values for all steps.
+@dataclass(frozen=True)
+class Ahead:
+    """Modules whose values could be computed ahead, by path, and bytes of their weights and of these values."""
 
-    By a run without the values of the image.
+    modules: tuple[str, ...]
+    weights: float
+    values: float
+
+
+def found_ahead(model: nn.Module, inputs: Mapping[str, Any], times: Sequence[Tensor], steps: int) -> Ahead:
+    """What could be computed ahead for all steps, by a run without the values of the image.
 
     Args:
         model: whole, maybe itself without values.
@@ -502,10 +562,10 @@ def bytes_ahead(
     image = parameter_names(type(model).forward)[0]
     given = {name: _without_values(value) if name == image else value for name, value in inputs.items()}
     run = PartialRun(times)
-    watch = _watched(model, run, None, (), given)
+    watch = _watched(model, run, None, nullcontext, (), given)
     row = watch.outputs(steps)
     weights = {id(each): each.nbytes for path in row for each in model.get_submodule(path).parameters()}
-    return float(sum(weights.values())), float(watch.value_bytes(row, steps))
+    return Ahead(tuple(row), float(sum(weights.values())), float(watch.value_bytes(row, steps)))
 
 
 def _without_values(tree: Any) -> Any:
