@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,8 @@ from ditmesh.memory.ahead import modules_ahead
 from ditmesh.strategies.precomputed import PrecomputedModel
 from ditmesh.strategies.tensor.parallel import TensorParallel
 from support.classes import CASES
+from support.lora import adapter as adapter_weights
+from support.lora import load
 from support.models import MAKERS, RAGGED, inputs, tiny
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
@@ -216,6 +220,9 @@ def test_every_other_class(name, form):
     assert modules or name in AS_EVER
 
 
+# The tiny transformer of each pipeline, by which its adapters go.
+FAMILY = {"sd3": "SD3", "flux": "Flux"}
+
 # --- requests ------------------------------------------------------------------------------------------------
 
 
@@ -374,6 +381,43 @@ def test_samplers_and_guidance(scheduler, more):
     truth = draw(pipe, arguments("sd3", [1], steps=6, **more))
     with ditmesh.parallelized(pipe, {"precompute": True}):
         assert torch.equal(draw(pipe, arguments("sd3", [1], steps=6, **more)), truth)
+
+
+def random_requests(name: str, config: dict[str, Any], count: int) -> list[int]:
+    """Numbers of random requests whose latents are others than without values ahead; adapters change in between."""
+    pipes = [PIPELINES[name](), PIPELINES[name]()]
+    # Flux's pipeline takes samplers with sigmas of one's own alone.
+    samplers = ["FlowMatchEulerDiscreteScheduler", *(["FlowMatchHeunDiscreteScheduler"] if name == "sd3" else [])]
+    choice, wrong = random.Random(name + str(config)), []
+    for pipe in pipes:
+        pipe.transformer = copy.deepcopy(pipe.transformer)
+        for seed, adapter in enumerate("ab"):
+            load(pipe.transformer, adapter_weights(FAMILY[name], seed), adapter)
+    with ditmesh.parallelized(pipes[0], config), ditmesh.parallelized(pipes[1], {**config, "precompute": True}):
+        (part,) = ditmesh.engine_of(pipes[1]).parts(PrecomputedModel)
+        part.frees_weights = True
+        for number in range(count):
+            adapters, strength = choice.choice(["a", "b", ["a", "b"]]), choice.choice([0.5, 1.0])
+            sampler, guidance = choice.choice(samplers), choice.choice([1.0, 3.0])
+            prompts = choice.sample(range(9), choice.choice([1, 2]))
+            more = {"guidance_scale": guidance} if name == "sd3" else {"true_cfg_scale": guidance}
+            steps = choice.randrange(1, 6)
+            for pipe in pipes:
+                pipe.transformer.set_adapters(adapters, strength)
+                pipe.scheduler = getattr(diffusers, sampler)(shift=3.0)
+            values = [draw(pipe, arguments(name, prompts, number, steps, **more)) for pipe in pipes]
+            if not torch.equal(*values):
+                wrong.append(number)
+        assert part.modules
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("sd3", 4), *(pytest.param(n, 20, marks=pytest.mark.matrix) for n in FAMILY)]
+)
+def test_random_requests(ranks, name, count):
+    for wrong in ranks(2).run(random_requests, name, {"ulysses": 2} if name == "sd3" else {"cfg": 2}, count):
+        assert wrong == []
 
 
 @pytest.mark.parametrize("row", [0, 1])

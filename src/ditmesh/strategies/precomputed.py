@@ -583,6 +583,10 @@ class Precomputed(Strategy):
         return config.precompute
 
     @classmethod
+    def keeps_between_steps(cls, config: ParallelConfig) -> str:
+        return "precompute=True has the values of one request's steps"
+
+    @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
             raise ConfigError(
