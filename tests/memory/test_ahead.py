@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ditmesh.config import ParallelConfig
-from ditmesh.memory.ahead import computed_ahead
+from ditmesh.layout.conventions import Size
+from ditmesh.memory.ahead import computed_ahead, found_ahead_of
 from ditmesh.memory.catalogue import shapes
 from ditmesh.memory.check import components_of_shape
 from ditmesh.memory.phases import needs
 from ditmesh.memory.sizes import workload_of
+from ditmesh.memory.walk import WithoutValues, by_any_call, model_on_meta
 
 PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
 # By model: GB of the transformer, of what is left of it, and of the values for 50 steps of two branches.
@@ -45,6 +50,34 @@ def test_weights_that_are_away(name: str) -> None:
     # On a CPU host memory is where they are.
     (cpu,) = needs(components, ParallelConfig(precompute=True), workload, torch.bfloat16)
     assert cpu.phases == without.phases
+
+
+OPERATIONS = {
+    name: (float(share), float(total))
+    for name, share, total in re.findall(r"`([\w.-]+)` ([\d.]+) % of ([\d.e+]+)", PAGE)
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.matrix) if "wan" in n else n for n in OPERATIONS])
+def test_operations_that_are_saved(name: str) -> None:
+    """Counted by torch, in a step of the model's own size without values."""
+    shape = shapes()[name]
+    workload = replace(workload_of(shape), branches=2, steps=50)
+    paths = found_ahead_of(shape.transformer, shape.config, workload, torch.bfloat16).modules
+    model = model_on_meta(shape.transformer, json.dumps(shape.config, default=str))
+    batch, _ = workload.calls(workload.pictures, workload.branches)
+    size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
+
+    def counted(make: Any) -> tuple[int, int]:
+        counter = FlopCounterMode(display=False)
+        with torch.no_grad(), WithoutValues(), counter:
+            model(**make.inputs(size))
+        counts = counter.get_flop_counts()
+        ahead = [counts.get(f"{type(model).__name__}.{path}", {}) for path in paths]
+        return sum(counts["Global"].values()), sum(sum(each.values()) for each in ahead)
+
+    total, ahead = by_any_call(model, torch.bfloat16, counted)
+    assert (round(100 * ahead / total, 2), float(f"{total:.3g}")) == OPERATIONS[name]
 
 
 def test_slices_and_branches_share_them() -> None:

@@ -38,7 +38,7 @@ def computed_ahead(
     Raises:
         LayoutError: the transformer cannot run without values.
     """
-    ahead = _ahead(transformer, settings, workload, dtype)
+    ahead = found_ahead_of(transformer, settings, workload, dtype)
     calls = workload.calls(workload.pictures, workload.branches)[1]
     return Needs(ahead.weights / tensor, 0.0, calls * ahead.values)
 
@@ -49,13 +49,14 @@ def modules_ahead(transformer: str, settings: Mapping[str, Any], dtype: torch.dt
     # Tables of positions end there.
     cells = side // patch if isinstance(side, int) and isinstance(patch, int) else USUAL.rows
     try:
-        return _ahead(transformer, settings, replace(USUAL, rows=cells, cols=cells), dtype).modules
+        return found_ahead_of(transformer, settings, replace(USUAL, rows=cells, cols=cells), dtype).modules
     except DitmeshError as error:
         log.debug("all weights of %s go to the device: %s", transformer, error)
         return ()
 
 
-def _ahead(transformer: str, settings: Mapping[str, Any], workload: Workload, dtype: torch.dtype) -> Ahead:
+def found_ahead_of(transformer: str, settings: Mapping[str, Any], workload: Workload, dtype: torch.dtype) -> Ahead:
+    """What `found_ahead` finds in a call of a transformer with these sizes."""
     model = model_on_meta(transformer, json.dumps(settings, default=str))
     batch = workload.calls(workload.pictures, workload.branches)[0]
     size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
