@@ -172,7 +172,7 @@ def compare(
     baseline = times[contenders[0].name]
     ratios = {name: paired_ratios(baseline, values) for name, values in times.items()}
     show_table(
-        f"Flux class, 8 heads x 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, {what}",
+        f"Flux class, heads of 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, {what}",
         ["", "median s", "speed-up, median", "min", "max"],
         [[name, f"{statistics.median(values):.3f}", *ratio_cells(ratios[name])] for name, values in times.items()],
         machine,
@@ -234,7 +234,7 @@ def main() -> None:
     elif options.against:
         compare_versions(CONTENDERS, __file__, options)
     else:
-        compare(CONTENDERS, seconds, "float32", options)
+        compare(CONTENDERS, seconds, "8 heads, float32", options)
 
 
 if __name__ == "__main__":

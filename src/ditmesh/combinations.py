@@ -19,10 +19,10 @@ def check_combinations(config: ParallelConfig) -> None:
     _check_speeds(config)
     _check_stages(config)
     _check_stale(config)
-    if config.precompute and (config.shard > 1 or config.stages_or_patches or config.compile is not None):
+    if config.precompute and (config.shard > 1 or config.compile is not None):
         raise ConfigError(
             f"precompute=True runs modules as they are, which {config.describe()} does not leave them; "
-            "use it with ulysses, ring, tensor, cfg and data, without compile"
+            "use it with ulysses, ring, tensor, pipe, cfg and data, without compile"
         )
     if config.compile == "cudagraphs":
         raise ConfigError(

@@ -237,7 +237,7 @@ def drawn(name: str, config: dict[str, Any], frees: bool = False, **more: Any) -
         part.frees_weights = frees
         values = [draw(pipe, arguments(name, [1, 2], **{**more, **call})) for call in calls]
         modules = len(part.modules)
-        assert all(parameter.numel() for parameter in pipe.transformer.parameters())
+    assert all(parameter.numel() for parameter in pipe.transformer.parameters())
     last = {**more, **calls[-1]}
     assert torch.equal(
         draw(pipe, arguments(name, [1, 2], **last)), draw(PIPELINES[name](), arguments(name, [1, 2], **last))
@@ -255,6 +255,8 @@ def drawn(name: str, config: dict[str, Any], frees: bool = False, **more: Any) -
         {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
         {"ulysses": 2, "reproducible": True},
         {"tensor": 2},
+        {"pipe": 2, "warmup": "fixed(1)"},
+        {"pipe": 2, "patches": 4, "reproducible": True},
     ],
     ids=str,
 )
@@ -262,7 +264,7 @@ def drawn(name: str, config: dict[str, Any], frees: bool = False, **more: Any) -
 def test_latents_keep_their_bits_on_ranks(ranks, name, config):
     for same, hits, modules in ranks(2).run(drawn, name, config):
         assert same
-        assert "reproducible" in config or (hits > 1 and modules > 5)
+        assert "reproducible" in config or (hits > 1 and modules > 2)
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
@@ -438,7 +440,7 @@ def test_a_wrong_value_is_seen_in_the_first_calls(monkeypatch, row):
         draw(pipe, arguments("sd3", [1]))
 
 
-@pytest.mark.parametrize("setting", [{"pipe": 2}, {"ulysses": 2, "shard": 2}, {"compile": "eager"}], ids=str)
+@pytest.mark.parametrize("setting", [{"ulysses": 2, "shard": 2}, {"compile": "eager"}], ids=str)
 def test_what_does_not_go_together_is_refused(setting):
     with pytest.raises(ditmesh.ConfigError, match="precompute=True"):
         ParallelConfig(**setting, precompute=True)

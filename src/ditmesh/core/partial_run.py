@@ -141,13 +141,20 @@ class PartialRun(TorchDispatchMode):
 
     Args:
         inputs, steps: what `later` has for later steps follows from them.
+        absent: whether a weight is not here, so that it has no values either.
     """
 
     # Flex attention comes here, and is refused.
     supports_higher_order_operators = True
 
-    def __init__(self, inputs: Sequence[Tensor] = (), steps: Sequence[Sequence[Tensor]] = ()) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Tensor] = (),
+        steps: Sequence[Sequence[Tensor]] = (),
+        absent: Callable[[Tensor], bool] = lambda weight: False,
+    ) -> None:
         super().__init__()
+        self._absent = absent
         self.later = LaterSteps(inputs, steps)
         # Told of the tensors that every operator sees.
         self.listener: Callable[[Iterable[Tensor]], None] = lambda tensors: None
@@ -169,7 +176,8 @@ class PartialRun(TorchDispatchMode):
 
     def is_unknown(self, tensor: Tensor) -> bool:
         """True if a tensor has no values, or has lost them."""
-        return isinstance(tensor, Unknown) or (bool(self._spoilt) and _memory(tensor) in self._spoilt)
+        spoilt = bool(self._spoilt) and _memory(tensor) in self._spoilt
+        return isinstance(tensor, Unknown) or spoilt or self._absent(tensor)
 
     def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Indices without masks: the places that those with values select."""

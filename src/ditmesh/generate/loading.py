@@ -27,6 +27,7 @@ from ..layout.table import known_models
 from ..memory.ahead import modules_ahead
 from ..memory.check import check_memory as check_fits
 from ..memory.check import choose_for_ranks
+from ..strategies.pipefusion.stages import is_away
 from .components import read_saved
 from .model_info import ModelInfo, find_model
 from .one_copy import shareable_components, shared_components
@@ -128,7 +129,8 @@ def ahead_stays(pipe: Any, config: ParallelConfig | str, device: torch.device) -
                 for module in model.get_submodule(path).modules():
                     for name, parameter in module.named_parameters(recurse=False):
                         # Weights of other types, such as quantised ones, have more than their data.
-                        if type(parameter.data) is torch.Tensor and parameter.device.type == "cpu":
+                        plain = type(parameter.data) is torch.Tensor and not is_away(parameter)
+                        if plain and parameter.device.type == "cpu":
                             held.append((module, name, parameter, parameter.data))
     for *_, parameter, data in held:
         parameter.data = data.new_empty(0)

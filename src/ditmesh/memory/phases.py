@@ -180,7 +180,9 @@ def _ahead(components: Components, config: ParallelConfig, workload: Workload, d
         element=dtype.itemsize,
     )
     every = [computed_ahead(part.kind, part.settings, config.tensor, share, dtype) for part in components.denoisers]
-    return Needs(sum(each.weights for each in every), 0.0, sum(each.kept for each in every))
+    # Stages have about as many blocks each.
+    stages = config.pipe
+    return Needs(sum(each.weights for each in every) / stages, 0.0, sum(each.kept for each in every) / stages)
 
 
 def _decoding(components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype) -> Needs:

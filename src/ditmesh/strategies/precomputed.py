@@ -33,7 +33,7 @@ from ..layout.derive import without_hooks
 from ..layout.forms import form_of
 from ..layout.types import CallForm
 from .base import Context, ParallelModel, Request, Strategy
-from .pipefusion.stages import give_up, shape_of, take_back
+from .pipefusion.stages import give_up, is_away, shape_of, take_back
 from .tensor.parallel import TensorParallel
 
 # Calls of a request that may be other than foreseen; then the modules compute as ever until it ends.
@@ -50,11 +50,13 @@ class _Batch:
     Attributes:
         form: of the calls.
         compares: how many of them are still to be compared with the modules themselves: the first, and the first that
-            was replayed.
+            is computed for a later step.
+        shapes: by path, what a module is given in each of its calls.
     """
 
     form: CallForm
     compares: int
+    shapes: Mapping[str, list[tuple[torch.Size, ...]]]
 
 
 @dataclass
@@ -116,8 +118,10 @@ class PrecomputedModel:
         self._away: dict[Tensor, Tensor] = {}
         # Those that are there between requests, too; None: not looked for yet, as other strategies cut weights first.
         self._homeless: set[Tensor] | None = None
-        # The row of the call in progress, the calls of each module so far, and whether values are compared.
+        # The row of the call in progress, what modules were given when it was computed, the calls of each module so far,
+        # and whether values are compared.
         self._row: Row = {}
+        self._shapes: Mapping[str, list[tuple[torch.Size, ...]]] = {}
         self._calls: dict[str, int] = {}
         self._compares = False
 
@@ -152,26 +156,26 @@ class PrecomputedModel:
             return proceed(arguments)
         batch = foreseen.batch
         self._leave()
-        self._row, self._calls, self._compares = foreseen.row, {}, batch.compares > 0
+        self._row, self._shapes, self._calls, self._compares = foreseen.row, batch.shapes, {}, batch.compares > 0
         try:
             result = proceed(arguments)
         finally:
             self._row = {}
+        self._leave_out()
         if batch.compares:
-            self._settle(foreseen)
             batch.compares -= 1
             if not batch.compares:
                 self._trusted.add(batch.form)
         return result
 
-    def _settle(self, foreseen: _Foreseen) -> None:
-        """A call has been compared: leave out what a rank does otherwise than one device."""
-        self._excluded |= {path for path, values in foreseen.row.items() if self._calls.get(path, 0) > len(values)}
-        for row in self._rows:
-            for path in self._excluded:
-                row.row.pop(path, None)
-        self.modules = tuple(path for path in self.modules if path not in self._excluded)
-        self._leave()
+    def _leave_out(self) -> None:
+        """Leave out modules that have seen a rank's or a patch's tokens."""
+        if not self._excluded.isdisjoint(self.modules):
+            for row in self._rows:
+                for path in self._excluded:
+                    row.row.pop(path, None)
+            self.modules = tuple(path for path in self.modules if path not in self._excluded)
+            self._leave()
 
     def _foreseen(self, arguments: Arguments) -> _Foreseen | None:
         """The call with its values, which are computed where it was not foreseen; None: it is to run as ever."""
@@ -249,7 +253,8 @@ class PrecomputedModel:
             if self._is_image(arguments, path, value):
                 given.set(path, unknown_like(value))
         later = self._later(timestep)
-        run = PartialRun([value.value for value in timestep.values()], [[*times.values()] for times in later])
+        inputs = [value.value for value in timestep.values()]
+        run = PartialRun(inputs, [[*times.values()] for times in later], self._absent)
         slices = self._parallel.find(TensorParallel)
         watch = _watched(self._model, run, slices, self._lending, given.args, given.kwargs)
         if run.later.obstacle:
@@ -261,7 +266,8 @@ class PrecomputedModel:
         self.modules, self._states = tuple(row), {path: self._state(path) for path in row}
         times = [timestep, *({path: seen(value) for path, value in each.items()} for each in later)]
         form, branch = form_of(arguments), self._context.clock.call.branch
-        batch = _Batch(form, 0 if form in self._trusted else min(2, len(rows)))
+        shapes = {path: watch.shapes[path] for path in row}
+        batch = _Batch(form, 0 if form in self._trusted else min(2, len(rows)), shapes)
         return [_Foreseen(batch, branch, time, others, row) for time, row in zip(times, rows, strict=True)]
 
     def _later(self, timestep: Mapping[str, SeenValue]) -> list[dict[str, Tensor]]:
@@ -292,6 +298,10 @@ class PrecomputedModel:
             for module in self._model.get_submodule(path).modules()
         ]
 
+    def _absent(self, weight: Tensor) -> bool:
+        """True if another stage has a weight."""
+        return is_away(weight) and weight not in self._away
+
     # --- modules -----------------------------------------------------------------------------------------
 
     def _stand_in(self, path: str) -> None:
@@ -307,16 +317,21 @@ class PrecomputedModel:
                 return patch.original(*args, **kwargs)
             number = self._calls.get(path, 0)
             self._calls[path] = number + 1
-            if not self._compares:
-                return fresh(values[number])
+            # A pipeline of stages runs its blocks once for every patch.
+            place = number % len(values)
+            as_ever = _shapes(args, kwargs) == self._shapes[path][place]
+            if as_ever and not self._compares:
+                return fresh(values[place])
             with self._lent(module):
                 result = patch.original(*args, **kwargs)
             for hook in module._forward_hooks.values():
                 # Of the slices of all ranks, as the values that were computed ahead.
                 if getattr(hook, "completes", False):
                     result = hook(module, args, result)
-            if number < len(values):
-                self._compare(path, result, values[number])
+            if as_ever:
+                self._compare(path, result, values[place])
+            else:
+                self._excluded.add(path)
             return result
 
         patch.replace(forward)
@@ -324,10 +339,7 @@ class PrecomputedModel:
 
     def _compare(self, path: str, result: Any, value: Any) -> None:
         pairs = [*zip(tree_leaves(result), tree_leaves(value), strict=True)]
-        if any(one.shape != other.shape for one, other in pairs if isinstance(one, Tensor)):
-            # It has seen a rank's tokens.
-            self._excluded.add(path)
-        elif not all(torch.equal(one, other) for one, other in pairs if isinstance(one, Tensor)):
+        if not all(torch.equal(one, other) for one, other in pairs if isinstance(one, Tensor)):
             raise LayoutError(
                 f"{path} of {type(self._model).__name__} returns something else in a call than was computed ahead of "
                 "it; leave precompute out"
@@ -368,7 +380,9 @@ class PrecomputedModel:
         """Every weight goes where it is between requests."""
         if self._homeless is None:
             kind = self._context.mesh.device.type
-            self._homeless = {each for each in self._model.parameters() if each.device.type != kind}
+            self._homeless = {
+                each for each in self._model.parameters() if each.device.type != kind and not is_away(each)
+            }
         for parameter in self._away.keys() - self._homeless:
             self._bring(parameter)
         for parameter in self._homeless - self._away.keys():
@@ -385,8 +399,11 @@ class PrecomputedModel:
 
     @contextmanager
     def _lending(self) -> Iterator[None]:
-        """Every module's own weights on the device while it runs, inside."""
+        """Inside, every module's own weights are on the device while it runs, and those of other stages have shapes."""
         with ExitStack() as undo:
+            for parameter in filter(self._absent, self._model.parameters()):
+                undo.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = parameter.data.new_empty(1).expand(shape_of(parameter))
             undo.callback(self._withdraw, self._away)
             for module in self._model.modules():
                 own = [each for each in module.parameters(recurse=False) if each in self._away]
@@ -432,6 +449,10 @@ def _scaled(schedule: Tensor, scheduler: Any, like: Tensor) -> Iterable[Tensor]:
     return (form.to(like.dtype) for form in forms if form.is_floating_point() or form is after)
 
 
+def _shapes(args: Any, kwargs: Mapping[str, Any]) -> tuple[torch.Size, ...]:
+    return tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
 class _Watch:
     """Notes what every module of a model returns in a partial run, and where its weights are read.
 
@@ -445,6 +466,8 @@ class _Watch:
         self._model, self._run = model, run
         # Of weights by the mean of the ranks, so that all ranks decide alike.
         self._whole, self._ranks = ({}, 1) if slices is None else (slices.whole_shapes(), slices.link.size)
+        # By path, what each call of a module was given and returned.
+        self.shapes: dict[str, list[tuple[torch.Size, ...]]] = {}
         self._returned: dict[str, list[tuple[Any, list[int | None]]]] = {}
         self._unknown: set[str] = set()
         self._inside: list[str] = []
@@ -460,7 +483,10 @@ class _Watch:
                     module.register_forward_pre_hook(lambda *_, at=path: self._inside.append(at)).remove
                 )
                 self._undo.callback(
-                    module.register_forward_hook(lambda *call, at=path: self._left(at, call[-1])).remove
+                    module.register_forward_hook(
+                        lambda _, args, kwargs, output, at=path: self._left(at, _shapes(args, kwargs), output),
+                        with_kwargs=True,
+                    ).remove
                 )
         self._owners: dict[int, list[str]] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
@@ -470,8 +496,9 @@ class _Watch:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def _left(self, path: str, output: Any) -> None:
+    def _left(self, path: str, shapes: tuple[torch.Size, ...], output: Any) -> None:
         self._inside.pop()
+        self.shapes.setdefault(path, []).append(shapes)
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if not tensors or any(map(self._run.is_unknown, tensors)):
             self._unknown.add(path)
