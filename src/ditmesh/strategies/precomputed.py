@@ -118,8 +118,8 @@ class PrecomputedModel:
         self._away: dict[Tensor, Tensor] = {}
         # Those that are there between requests, too; None: not looked for yet, as other strategies cut weights first.
         self._homeless: set[Tensor] | None = None
-        # The row of the call in progress, what modules were given when it was computed, the calls of each module so far,
-        # and whether values are compared.
+        # The row of the call in progress, what modules were given when it was computed, the calls of each module so
+        # far, and whether values are compared.
         self._row: Row = {}
         self._shapes: Mapping[str, list[tuple[torch.Size, ...]]] = {}
         self._calls: dict[str, int] = {}
