@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .comm.mesh import Mesh
     from .config import ParallelConfig
     from .engine import engine_of, parallelize, parallelized, restore
-    from .engine.simulation import simulate, simulated
     from .generate.loading import load
+    from .lab.study.simulation import simulate, simulated
     from .layout import TokenLayout
     from .ranks import Followers, Ranks
 
@@ -74,8 +74,8 @@ _LAZY = {
     "parallelize": "engine",
     "parallelized": "engine",
     "restore": "engine",
-    "simulate": "engine.simulation",
-    "simulated": "engine.simulation",
+    "simulate": "lab.study.simulation",
+    "simulated": "lab.study.simulation",
 }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ditmesh.attention.ring import ring_attention
 from ditmesh.comm import Link, Traffic
-from ditmesh.strategies.simulated import VirtualLink, _as_rank, _meet
+from ditmesh.lab.study.simulation import VirtualLink, _as_rank, _meet
 from ditmesh.strategies.virtual import run_together
 
 RAGGED = {2: [300, 212], 4: [200, 0, 171, 141], 8: [90, 0, 64, 70, 31, 100, 1, 156]}

@@ -219,7 +219,7 @@ def run_cell(
 def stale(pipe: Any, cell: Cell) -> Iterator[Any]:
     """The pipeline with a cell's strategy, simulated in this process; the engine."""
     from ...engine import engine_of, parallelize, restore
-    from ...engine.simulation import simulate
+    from .simulation import simulate
 
     (parallelize if cell.strategy.startswith("pipefusion") else simulate)(pipe, cell.config())
     try:

@@ -1,4 +1,4 @@
-"""Simulation of sequence strategies for N devices in one process.
+"""N devices simulated in this process: sequence strategies on virtual ranks.
 
 Every virtual rank runs the transformer as a coroutine with a handler of its own, the same code that runs on real
 ranks. Only the links differ: a virtual rank yields at each collective until all have reached it, and
@@ -8,31 +8,39 @@ takes N times as long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..comm import Link, Traffic, Transfer
-from ..comm.mesh import Mesh
-from ..config import AXES, ParallelConfig
-from ..core.arguments import Arguments
-from ..core.patching import Proceed
-from ..errors import ConfigError, LayoutError
-from ..parts.own_tokens import OwnTokens
-from ..parts.part import whole_of
-from ..staleness.control import WarmupControl
-from .base import ParallelModel
-from .hooks import BlockSite, Handler
-from .sequence import ExactSequence, SequenceParallel
-from .stale.displaced import DisplacedParallel, StaleStrategy
-from .stale.naive import NaiveParallel
-from .stale.warmup import numbered
-from .virtual import ask, run_together
+from ...comm import Link, Traffic, Transfer
+from ...comm.mesh import Mesh
+from ...config import AXES, ParallelConfig
+from ...core.arguments import Arguments
+from ...core.patching import Proceed
+from ...engine.engine import Engine
+from ...engine.targets import ConfigLike, denoisers, device_of, find_layout, given_layout, refuse_twice, restore
+from ...errors import ConfigError, LayoutError
+from ...layout import TokenLayout
+from ...parts.own_tokens import OwnTokens
+from ...parts.part import whole_of
+from ...recipe import Recipe
+from ...staleness.control import WarmupControl
+from ...strategies.base import ParallelModel
+from ...strategies.checked import CheckedLayout
+from ...strategies.hooks import BlockSite, Handler
+from ...strategies.sequence import ExactSequence, SequenceParallel
+from ...strategies.stale.displaced import DisplacedParallel, StaleStrategy
+from ...strategies.stale.naive import NaiveParallel
+from ...strategies.stale.warmup import StaleSteps, numbered
+from ...strategies.tokens import KnownForms
+from ...strategies.virtual import ask, run_together
 
+T = TypeVar("T")
 # The virtual rank that the coroutine in progress is.
 _rank: ContextVar[int] = ContextVar("ditmesh_virtual_rank", default=0)
 
@@ -184,3 +192,44 @@ def _meet(questions: list[tuple[str, Any]]) -> list[list[Any]]:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+# The simulated strategies: token strategies of virtual ranks.
+SIMULATION: Recipe = (StaleSteps, SimulatedExact, SimulatedStale, KnownForms, CheckedLayout)
+
+
+def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None) -> T:
+    """Make a pipeline (or a bare transformer) compute the result of ``config`` on virtual ranks in this process.
+
+    Use it to study stale strategies: simulating 8 ranks takes 8 times as long. `restore` undoes it; `engine_of` has
+    drift and decisions as for real ranks. diffusers' caches, which keep state in the model, are not supported.
+
+    Args:
+        target, layout: as for `parallelize`.
+        config: the ``ring`` degree and its exchange; no other axis.
+
+    Raises:
+        ConfigError: another axis than ring has a degree, or a setting that the simulation does not support.
+        InputError: ``target`` has no transformer, or is parallelised already.
+    """
+    refuse_twice(target)
+    config = ParallelConfig.read(config)
+    if config.speeds == "auto":
+        raise ConfigError("speeds='auto' is not simulated, as there is nothing to measure; give numbers, such as 2,1")
+    if config.reproducible:
+        raise ConfigError(f"reproducible={config.reproducible!r} is not simulated; leave it out")
+    models = denoisers(target)
+    mesh = virtual_mesh(config, device_of(models[0]) or "cpu")
+    pairs = [(model, given_layout(layout, model) or find_layout(model)) for model in models]
+    Engine(pairs, config, mesh, False, SIMULATION).open(target)
+    return target
+
+
+@contextmanager
+def simulated(target: T, config: ConfigLike, **options: Any) -> Iterator[T]:
+    """`simulate` within a ``with`` block, with the same options."""
+    simulate(target, config, **options)
+    try:
+        yield target
+    finally:
+        restore(target)
