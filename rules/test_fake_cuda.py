@@ -15,7 +15,6 @@ STALE = {"warmup": "fixed(1)"}
 MODES: dict[str, dict[str, Any]] = {
     "one rank": {},
     "ulysses": {"ulysses": 2, "vae": "bands"},
-    "chunks": {"ulysses": 2, "chunks": 2},
     "ring": {"ring": 2},
     "tensor": {"tensor": 2},
     "values ahead": {"precompute": True},

@@ -107,7 +107,6 @@ class ParallelConfig(BaseModel):
         ring: K, V pass around the ring; merged by log-sum-exp. Liu et al. 2023, arXiv:2310.01889.
         ulysses: all-to-all between heads and sequence (Jacobs et al. 2023, arXiv:2309.14509). Does not have to divide
             the number of heads, but cannot exceed it.
-        chunks: useful on slow links between hosts; the result is bit-identical.
         tensor: split by column and row. Shoeybi et al. 2019, arXiv:1909.08053.
         shard: of ranks with equal weights, so many neighbours hold a part of every block each, and gather a block just
             before it runs (after ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). Divides no work, changes no bit.
@@ -154,13 +153,6 @@ class ParallelConfig(BaseModel):
     ring: Annotated[Degree, Setting("Set the degree of ring attention, which shares out tokens.", option=True)] = 1
     ulysses: Annotated[
         Degree, Setting("Set the degree of Ulysses, which shares out tokens, and heads in attention.", option=True)
-    ] = 1
-    chunks: Annotated[
-        Degree,
-        Setting(
-            "Exchange the heads of Ulysses in this many parts: one is computed while others travel.",
-            untrained="training exchanges all heads at once; leave it out",
-        ),
     ] = 1
     tensor: Annotated[Degree, Setting("Set the degree of tensor parallelism, which cuts weights.", option=True)] = 1
     pipe: Annotated[

@@ -12,7 +12,7 @@ from torch import nn
 from .config import ParallelConfig
 from .errors import ConfigError
 from .layout import TokenLayout
-from .strategies.base import LaterStrategy, Promise, Recipe, Strategy, wanted
+from .strategies.base import LaterStrategy, Promise, Recipe, wanted
 from .strategies.caches import Caches, state_clause
 from .strategies.checked import CheckedCalls, CheckedLayout
 from .strategies.compiled import CompiledBlocks
@@ -39,39 +39,32 @@ PIPEFUSION_CALLS = LaterStrategy("pipefusion.pipeline:PipeFusionCalls", lambda c
 BANDED_VAE = LaterStrategy("vae.parallel:BandedVae", lambda config: config.world_size > 1 and config.vae != "whole")
 
 # Each strategy, and why it stands where it does.
-LINES: dict[type[Strategy] | LaterStrategy, str] = {
-    PRECOMPUTED: "around the model's own modules, under all that cuts their arguments",
-    TensorSlices: "weights first: everything after it sees a rank's slices as the model's own",
-    PipelineStages: "then whole blocks: those of other stages are never compiled, only passed over",
-    ShardedModels: "then pieces of what a rank has left; inside all else, so that each forward finds whole weights",
-    CompiledBlocks: "under the hooks: cutting and gathering depend on ranks and requests and are not to be traced",
-    STALE_STEPS: "which steps are exact is known before a token strategy asks",
-    ExactSequence: "exactly one of six: which tokens a rank has, and how attention sees those of the others",
-    GATHERED: "in the place of ExactSequence",
-    REPRODUCIBLE: "in the place of ExactSequence",
-    DISPLACED: "in the place of ExactSequence",
-    NAIVE: "in the place of ExactSequence",
-    PATCH_TOKENS: "in the place of ExactSequence",
-    Caches: "inside the patches and rows of a call: they skip blocks, and tokens are cut by then",
-    PIPEFUSION_CALLS: "one call becomes a call for every patch: inside the rows, around the blocks",
-    BatchRows: "rows and branches of guidance: around everything that is to see one branch",
-    KnownForms: "outside the rows: a call of a new form is looked at whole",
-    CheckedLayout: "outside all that a layout decides",
-    DecodedRows: "the decoder sees whole latents, so its rows are shared out again",
-    BANDED_VAE: "around the shared rows: it cuts what they would share",
-    TextEncoders: "around the models: their first call frees encoders that have run",
-    FixedArithmetic: "around all arithmetic of the ranks",
-    SameLatents: "around all that shares a call out: it sees the latents as the pipeline gives them",
-    SameInputs: "around everything: the rest of a request may rely on equal inputs",
-    QuietRanks: "around everything, as SameInputs is",
-}
-
-RECIPE: Recipe = tuple(LINES)
-# By name of the class.
-REASONS = {
-    line.path.partition(":")[2] if isinstance(line, LaterStrategy) else line.__name__: reason
-    for line, reason in LINES.items()
-}
+RECIPE: Recipe = (
+    PRECOMPUTED,  # around the model's own modules, under all that cuts their arguments
+    TensorSlices,  # weights first: everything after it sees a rank's slices as the model's own
+    PipelineStages,  # then whole blocks: those of other stages are never compiled, only passed over
+    ShardedModels,  # then pieces of what a rank has left; inside all else, so that each forward finds whole weights
+    CompiledBlocks,  # under the hooks: cutting and gathering depend on ranks and requests and are not to be traced
+    STALE_STEPS,  # which steps are exact is known before a token strategy asks
+    ExactSequence,  # exactly one of six: which tokens a rank has, and how attention sees those of the others
+    GATHERED,  # in the place of ExactSequence
+    REPRODUCIBLE,  # in the place of ExactSequence
+    DISPLACED,  # in the place of ExactSequence
+    NAIVE,  # in the place of ExactSequence
+    PATCH_TOKENS,  # in the place of ExactSequence
+    Caches,  # inside the patches and rows of a call: they skip blocks, and tokens are cut by then
+    PIPEFUSION_CALLS,  # one call becomes a call for every patch: inside the rows, around the blocks
+    BatchRows,  # rows and branches of guidance: around everything that is to see one branch
+    KnownForms,  # outside the rows: a call of a new form is looked at whole
+    CheckedLayout,  # outside all that a layout decides
+    DecodedRows,  # the decoder sees whole latents, so its rows are shared out again
+    BANDED_VAE,  # around the shared rows: it cuts what they would share
+    TextEncoders,  # around the models: their first call frees encoders that have run
+    FixedArithmetic,  # around all arithmetic of the ranks
+    SameLatents,  # around all that shares a call out: it sees the latents as the pipeline gives them
+    SameInputs,  # around everything: the rest of a request may rely on equal inputs
+    QuietRanks,  # around everything, as SameInputs is
+)
 
 
 def checking(recipe: Recipe, config: ParallelConfig) -> Recipe:

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditmesh import Mesh, ParallelConfig
-from ditmesh.attention.ulysses import HeadExchange, all_heads
+from ditmesh.attention.ulysses import HeadExchange
 from ditmesh.comm import transports
 from ditmesh.comm.link import Link
 from ditmesh.comm.state import Traffic
@@ -95,7 +95,7 @@ def test_an_all_gather_sends_its_piece_once(size):
 
 
 def exchanged(link: Link, streams: tuple[Partition, ...], counts: tuple[int, ...], batch: int) -> list[Tensor]:
-    """What the exchanges of an attention call give, whole and in two chunks, and the gradients."""
+    """What the exchanges of an attention call give, and the gradients."""
     exchange = HeadExchange(link, counts)
     torch.manual_seed(link.rank)
     tensors = [
@@ -106,13 +106,7 @@ def exchanged(link: Link, streams: tuple[Partition, ...], counts: tuple[int, ...
     back = exchange.gather_heads(whole[0] + 1, streams[0])
     loss = sum((number + link.rank) * one.square().sum() for number, one in enumerate([*whole, back], 1))
     grads = torch.autograd.grad(loss, tensors)
-    with torch.no_grad():
-        parts = [exchange.chunk(number, 2) for number in range(2)]
-        arrived = [part.gather_tokens_async(tensors, streams)() for part in parts]
-        leaving = [part.gather_heads_async(one[0], streams[0]) for part, one in zip(parts, arrived, strict=True)]
-        chunks = all_heads([wait() for wait in leaving])
-    found = [*whole, back, *grads, *(one for several in arrived for one in several), chunks]
-    return [one.detach().clone() for one in found]
+    return [one.detach().clone() for one in (*whole, back, *grads)]
 
 
 def both_ways(size: int) -> list[tuple[str, bool]]:

@@ -115,7 +115,7 @@ call ([layouts.md](layouts.md#a-layout-from-a-call)). For classes with a reviewe
 To look at the layout of a model:
 
 ```text
-ditmesh layout MODEL
+ditmesh inspect MODEL
 ```
 
 Each class is a tiny float32 model of diffusers {diffusers.__version__}, called twice in the form in which its

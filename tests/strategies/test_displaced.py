@@ -92,22 +92,6 @@ def test_simulation_equals_ranks_to_the_bit(ranks, world, name, more):
         assert decided_here == decided
 
 
-def test_what_stands_around_a_call_is_explained():
-    model = tiny("Sana")
-    with ditmesh.simulated(model, displaced(3)):
-        layers = ditmesh.engine_of(model).explain()
-    assert [layer.name for layer in layers if layer.around == "request"] == [
-        "CheckedLayout",
-        "KnownForms",
-        "SimulatedStale",
-        "StaleSteps",
-    ]
-    around_forward = [layer.name for layer in layers if layer.around == "forward"]
-    assert around_forward.index("Engine._around_call") < around_forward.index("ModelHooks._around_call")
-    assert {layer.around for layer in layers} == {"request", "forward", "transformer_blocks.0"}
-    assert all(layer.reason for layer in layers), [layer for layer in layers if not layer.reason]
-
-
 def test_simulation_is_put_back_exactly():
     model, made = tiny("Sana"), inputs("Sana", ODD)
     truth, before = run(model, made), dict(vars(model))

@@ -190,15 +190,3 @@ def test_transfers_hide_behind_compute(ranks, world):
     """Each transfer is posted before a block is computed and waited for after it."""
     expected = ["post", "compute", "wait"] * (world - 1) + ["compute"]
     assert ranks(world).run(ring_events, {"ring": world}) == [expected] * world
-
-
-@pytest.mark.parametrize("config", [{"ulysses": 2, "ring": 2}, {"ulysses": 3, "shared_memory": False}], ids=str)
-def test_chunks_of_heads_change_neither_bits_nor_bytes(ranks, config):
-    config = {**config, "text": "shard"}
-    for model in ("SD3", "PixArt"):
-        whole, chunks = (
-            ranks(ranks_of(config)).run(parity, model, {**config, **more}, RAGGED) for more in ({}, {"chunks": 2})
-        )
-        for result, other in zip(whole, chunks, strict=True):
-            assert result["error"] == other["error"] <= TOLERANCE
-            assert result["sent"] == other["sent"]

@@ -20,7 +20,7 @@ from ..core.values import tracked
 from . import masks
 from .kernels import LocalAttention
 from .ring import ring_attention
-from .ulysses import HeadExchange, all_heads
+from .ulysses import HeadExchange
 
 # Computes attention of some tensors of queries, each (B, h, s, D), over k and v (B, h, S, D), each with its mask.
 Compute = Callable[[list[Tensor], Tensor, Tensor, list[Tensor | None]], list[Tensor]]
@@ -68,14 +68,10 @@ class Mixer:
         kernel: computes where keys and queries have come together.
         travels: whether keys go round the ring while attention is computed. The merge order then differs by rank; else
             they are gathered first, in the order of one device. As many bytes travel.
-        chunks: of a rank's heads in a Ulysses group: one is computed while others travel.
     """
 
-    def __init__(
-        self, ulysses: Link, ring: Link, kernel: LocalAttention, travels: bool = True, chunks: int = 1
-    ) -> None:
-        self.ulysses, self.ring, self.kernel = ulysses, ring, kernel
-        self.travels, self.chunks = travels, chunks
+    def __init__(self, ulysses: Link, ring: Link, kernel: LocalAttention, travels: bool = True) -> None:
+        self.ulysses, self.ring, self.kernel, self.travels = ulysses, ring, kernel, travels
         self._exchanges: dict[tuple[int, tuple[float, ...]], HeadExchange] = {}
 
     def groups(self, first: int = 0) -> list[range]:
@@ -134,12 +130,6 @@ class Mixer:
             exchange = self.exchange(k.shape[1], weights)
             group = groups[ring.rank]
             ours, theirs = queries.of(group), keys.of(group)
-            chunks = min(self.chunks, *exchange.head_counts)
-            plain = tiles is None and compute is None and not tracked(q[0], k, v)
-            if chunks > 1 and plain and not torch.compiler.is_compiling():
-                return [
-                    self._chunk_by_chunk(exchange, chunks, q[0], k, v, given[0], (ours, theirs), keys, groups, scale)
-                ]
             joint = q[0] if tiles is None else tiles.here.join(q, 2)
             joint, k, v = exchange.gather_tokens((joint, k, v), (ours, theirs, theirs))
             q = [joint] if tiles is None else [tiles.group.take(joint, 2, tile) for tile in range(tiles.group.parts)]
@@ -152,35 +142,6 @@ class Mixer:
             return [exchange.gather_heads(outs[0], ours)]
         out_bshd = exchange.gather_heads(tiles.group.join(outs, 2), ours).transpose(1, 2)
         return [aligned(tiles.here.take(out_bshd, 1, tile)).transpose(1, 2) for tile in range(tiles.here.parts)]
-
-    def _chunk_by_chunk(
-        self,
-        exchange: HeadExchange,
-        chunks: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        given: Tensor | None,
-        streams: tuple[Partition, Partition],
-        keys: Partition,
-        groups: Sequence[range],
-        scale: float | None,
-    ) -> Tensor:
-        """`attend_distributed` in chunks of heads, so that exchanges overlap attention.
-
-        Heads do not see one another: they come out as they do together.
-        """
-        ours, theirs = streams
-        parts = [exchange.chunk(number, chunks) for number in range(chunks)]
-        arriving = [part.gather_tokens_async((q, k, v), (ours, theirs, theirs)) for part in parts]
-        leaving = []
-        for part, arrived in zip(parts, arriving, strict=True):
-            place = part.head_starts[self.ulysses.rank], part.head_counts[self.ulysses.rank]
-            mask = None if given is None else masks.of_heads(given, *place)
-            q, k, v = arrived()
-            (out,) = self._attend_gathered([q], k, v, [mask], keys, groups, scale, None)
-            leaving.append(part.gather_heads_async(out, ours))
-        return all_heads([wait() for wait in leaving])
 
     def _attend_gathered(
         self,

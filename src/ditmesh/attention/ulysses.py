@@ -7,15 +7,16 @@ attention: the softmax then sums in the same order, and the result is the same t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from ..comm import Link
 from ..comm.autograd import all_to_all, all_to_all_packed
-from ..core.partition import Partition, even_cut, offsets
+from ..core.partition import Partition, offsets
 
 
 class HeadExchange:
@@ -26,20 +27,14 @@ class HeadExchange:
     Args:
         link: the Ulysses link (size U).
         head_counts: heads that every rank of the group computes; they sum to the model's H.
-        head_starts: the first of them; default: one rank's after the other's.
     """
 
-    def __init__(self, link: Link, head_counts: Sequence[int], head_starts: Sequence[int] | None = None) -> None:
+    def __init__(self, link: Link, head_counts: Sequence[int]) -> None:
         self.link = link
         self.head_counts = tuple(head_counts)
-        self.head_starts = offsets(self.head_counts) if head_starts is None else tuple(head_starts)
-        self._runs = _even_runs(self.head_starts, self.head_counts)
-
-    def chunk(self, number: int, chunks: int) -> HeadExchange:
-        """The exchange of one of several chunks of every rank's heads; no rank has fewer heads than chunks."""
-        counts = [even_cut(count, chunks)[number] for count in self.head_counts]
-        before = [offsets(even_cut(count, chunks))[number] for count in self.head_counts]
-        return HeadExchange(self.link, counts, [sum(two) for two in zip(self.head_starts, before, strict=True)])
+        self.head_starts = offsets(self.head_counts)
+        # Neighbours with as many heads each: how many ranks, and the heads of each.
+        self._runs = [(len([*ranks]), count) for count, ranks in groupby(self.head_counts)]
 
     def gather_tokens(self, tensors: Sequence[Tensor], streams: Sequence[Partition]) -> list[Tensor]:
         """From all heads of some tokens to some heads of all tokens.
@@ -58,18 +53,6 @@ class HeadExchange:
         outgoing, shapes, here = self._to_heads(tensors, streams)
         return _whole(here, all_to_all(self.link, outgoing, shapes))
 
-    def gather_tokens_async(
-        self, tensors: Sequence[Tensor], streams: Sequence[Partition]
-    ) -> Callable[[], list[Tensor]]:
-        """`gather_tokens` that returns at once: a function that waits. No gradients."""
-        if self._packs(tensors, streams):
-            sending = self._packed_heads(tensors, streams)
-            arriving = self.link.all_to_all_packed(*sending.message)
-            return lambda: sending.whole(arriving())
-        outgoing, shapes, here = self._to_heads(tensors, streams)
-        wait = self.link.all_to_all_async(outgoing, shapes)
-        return lambda: _whole(here, wait())
-
     def gather_heads(self, out: Tensor, tokens: Partition) -> Tensor:
         """From some heads of all tokens back to all heads of this rank's tokens.
 
@@ -81,19 +64,14 @@ class HeadExchange:
         """
         if self.link.packs:
             message = self._packed_tokens(out, tokens)
-            return all_heads([self._heads_of_ranks(all_to_all_packed(self.link, *message), out, tokens)])
-        outgoing, shapes = self._to_tokens(out, tokens)
-        return all_heads([all_to_all(self.link, outgoing, shapes)])
-
-    def gather_heads_async(self, out: Tensor, tokens: Partition) -> Callable[[], list[list[Tensor]]]:
-        """The exchange of `gather_heads`, which returns at once: a function that waits. No gradients.
-
-        What it returns, of every chunk of heads in order, is for `all_heads`.
-        """
-        if self.link.packs:
-            arriving = self.link.all_to_all_packed(*self._packed_tokens(out, tokens))
-            return lambda: self._heads_of_ranks(arriving(), out, tokens)
-        return self.link.all_to_all_async(*self._to_tokens(out, tokens))
+            received = all_to_all_packed(self.link, *message)
+            (batch, _, _, dim), length = out.shape, tokens.lengths[self.link.rank]
+            parts = received.split([length * batch * count * dim for count in self.head_counts])
+            heads = zip(parts, self.head_counts, strict=True)
+            return torch.cat([part.view(length, batch, n, dim).transpose(0, 1) for part, n in heads], 2).transpose(1, 2)
+        by_rank = all_to_all(self.link, *self._to_tokens(out, tokens))
+        streams = [torch.cat(parts, dim=2) for parts in zip(*by_rank, strict=True)]
+        return (streams[0] if len(streams) == 1 else torch.cat(streams, dim=1)).transpose(1, 2)
 
     def _to_heads(
         self, tensors: Sequence[Tensor], streams: Sequence[Partition]
@@ -130,7 +108,7 @@ class HeadExchange:
     def _packed_heads(self, tensors: Sequence[Tensor], streams: Sequence[Partition]) -> _PackedHeads:
         """The heads for every rank as one buffer, (n, B, h, D): those of the n tokens that travel of all tensors.
 
-        Packed by one kernel where all ranks have as many heads; on every other rank by one for each number of heads.
+        Packed by one kernel where all ranks have as many heads; else by one for each run of ranks that have.
         """
         me = self.link.rank
         parts: list[list[Tensor | None]] = []
@@ -148,7 +126,11 @@ class HeadExchange:
                 for peer, length in enumerate(tokens.blocks[block]):
                     lengths[peer].append(length)
         batch, _, _, dim = moving[0].shape
-        flat = [torch.cat([run.of(part) for part in moving], 1).view(-1) for run in self._runs]
+        starts = offsets([ranks * count for ranks, count in self._runs])
+        flat = [
+            torch.cat([_heads_by_rank(part, start, *run) for part in moving], 1).view(-1)
+            for start, run in zip(starts, self._runs, strict=True)
+        ]
         packed = flat[0] if len(flat) == 1 else torch.cat(flat)
         rows, heads = [sum(of) for of in lengths], self.head_counts
         outgoing = [rows[me] * batch * count * dim for count in heads]
@@ -165,15 +147,6 @@ class HeadExchange:
         incoming = [tokens.lengths[self.link.rank] * batch * count * dim for count in self.head_counts]
         return packed.view(-1), outgoing, incoming
 
-    def _heads_of_ranks(self, received: Tensor, out: Tensor, tokens: Partition) -> list[list[Tensor]]:
-        """This rank's tokens, all streams in one, (B, s_local, h, D), with the heads of every rank."""
-        (batch, _, _, dim), length = out.shape, tokens.lengths[self.link.rank]
-        parts = received.split([length * batch * count * dim for count in self.head_counts])
-        return [
-            [part.view(length, batch, count, dim).transpose(0, 1)]
-            for part, count in zip(parts, self.head_counts, strict=True)
-        ]
-
     def _to_tokens(self, out: Tensor, tokens: Partition) -> tuple[list[list[Tensor]], list[list[tuple[int, ...]]]]:
         """The tensors for every rank, and the shapes of the received ones."""
         me, size = self.link.rank, self.link.size
@@ -186,39 +159,13 @@ class HeadExchange:
         return by_rank, shapes
 
 
-@dataclass(frozen=True)
-class _HeadRun:
-    """Heads of consecutive ranks with as many each, at even distances."""
-
-    start: int
-    ranks: int
-    count: int
-    step: int
-
-    def of(self, part_bshd: Tensor) -> Tensor:
-        """For every rank its heads: (ranks, n, B, count * D) of (B, n, H, D), or (ranks, n, count, D) of one sample."""
-        if self.step == self.count or self.ranks == 1:
-            heads = part_bshd.narrow(2, self.start, self.ranks * self.count)
-            by_rank = heads.unflatten(2, (self.ranks, self.count)).permute(2, 1, 0, 3, 4)
-        else:
-            heads = part_bshd.narrow(2, self.start, (self.ranks - 1) * self.step + self.count)
-            by_rank = heads.unfold(2, self.count, self.step).permute(2, 1, 0, 4, 3)
-        # 4-D: CUDA's cat takes tensors of more dimensions one by one. One sample needs no copy for it, also where heads
-        # lie apart in memory.
-        return by_rank.flatten(2, 3) if by_rank.shape[2] == 1 else by_rank.flatten(3)
-
-
-def _even_runs(starts: Sequence[int], counts: Sequence[int]) -> list[_HeadRun]:
-    runs: list[_HeadRun] = []
-    for start, count in zip(starts, counts, strict=True):
-        if runs and runs[-1].count == count:
-            last = runs[-1]
-            step = start - last.start if last.ranks == 1 else last.step
-            if step >= count and start == last.start + last.ranks * step:
-                runs[-1] = _HeadRun(last.start, last.ranks + 1, count, step)
-                continue
-        runs.append(_HeadRun(start, 1, count, count))
-    return runs
+def _heads_by_rank(part_bshd: Tensor, start: int, ranks: int, count: int) -> Tensor:
+    """For every rank its heads: (ranks, n, B, count * D) of (B, n, H, D), or (ranks, n, count, D) of one sample."""
+    heads = part_bshd.narrow(2, start, ranks * count)
+    by_rank = heads.unflatten(2, (ranks, count)).permute(2, 1, 0, 3, 4)
+    # 4-D: CUDA's cat takes tensors of more dimensions one by one. One sample needs no copy for it, also where heads lie
+    # apart in memory.
+    return by_rank.flatten(2, 3) if by_rank.shape[2] == 1 else by_rank.flatten(3)
 
 
 @dataclass(frozen=True)
@@ -252,10 +199,3 @@ def _whole(parts: list[list[Tensor | None]], received: list[list[Tensor]]) -> li
         torch.cat([part for own in blocks for part in (next(sent) if own is None else (own,))], 1) for blocks in parts
     ]
     return [one.transpose(1, 2) for one in whole_bshd]
-
-
-def all_heads(chunks: Sequence[list[list[Tensor]]]) -> Tensor:
-    """All heads of this rank's tokens, (B, H, s_local, D), from what every rank sent of every chunk of its heads."""
-    ranks, streams = range(len(chunks[0])), range(len(chunks[0][0]))
-    rows = [torch.cat([chunk[peer][slot] for peer in ranks for chunk in chunks], dim=2) for slot in streams]
-    return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).transpose(1, 2)

@@ -1,74 +1,43 @@
-"""`ditmesh inspect`: a model's parameters and token counts, and the layers around a call of its transformer."""
+"""`ditmesh inspect`: a model's parameters, token counts and token layout."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..config import ParallelConfig
 from ..report.report import Report, StyledText
 from ..request import parse_size
-from .options import (
-    AsJson,
-    ConfigOptions,
-    ModelArgument,
-    PredictedOptions,
-    with_groups,
-)
+from .options import AsJson, Frames, ModelArgument, Size
 from .show import emit
-from .values import config_or_devices
 
 if TYPE_CHECKING:
-    from ..generate.model_info import ModelInfo
     from ..layout import TokenLayout
-    from ..memory.sizes import Workload
 
 
-@with_groups
-def inspect(
-    *,
-    model: ModelArgument = "",
-    asked: PredictedOptions,
-    parallel: ConfigOptions,
-    as_json: AsJson = False,
-) -> None:
-    """Show a model's parameters and token counts.
+def inspect(*, model: ModelArgument = "", size: Size = None, frames: Frames = None, as_json: AsJson = False) -> None:
+    """Show a model's parameters, its token counts, and its layout: which arguments of its blocks have tokens.
 
-    With a configuration also the layers around the transformer's call, with reasons. Nothing is read but
-    configurations.
+    Nothing is read but configurations.
 
-    [bold]Examples[/bold]
+    [bold]Example[/bold]
 
     ditmesh inspect ./my-model --size 1024x1024
-
-    ditmesh inspect --devices 4 --ulysses 4
     """
     from .. import zoo
     from ..generate.model_info import find_model
+    from ..memory.sizes import workload_of
 
-    parse_size(asked.size)
-    settings = parallel.settings()
+    pixels = parse_size(size)
     info = find_model(model or str(zoo.path()))
     # It takes torch along, which a mistake does not wait for.
-    from ..layout.describe import layout_of_class
-
-    workload = asked.workload(info)
-    layout = layout_of_class(info.transformer_class, info.transformer)
-    facts = _facts(info, layout, workload)
-    if settings or asked.devices is not None or asked.config is not None:
-        chosen = config_or_devices(asked.devices, asked.config, settings)
-        if isinstance(chosen, int):
-            chosen = ParallelConfig.auto(chosen, info.heads or 1)
-        facts |= _layers(info.transformer_class, info.transformer, layout, chosen, asked.dtype)
-    emit(facts, as_json, _say)
-
-
-def _facts(info: ModelInfo, layout: TokenLayout, workload: Workload) -> dict[str, Any]:
-    """A model's parameters and token counts, as plain data."""
-    from ..layout.describe import meta_model
+    from ..layout.describe import layout_of_class, meta_model
     from ..strategies.sharded import parameters_in_pieces
 
+    workload = workload_of(info, pixels, None, 1, None, frames)
+    layout = layout_of_class(info.transformer_class, info.transformer)
     module = meta_model(info.transformer_class, info.transformer)
-    return {
+    facts = {
         "model": info.name,
         "pipeline": info.pipeline_class,
         "transformer": info.transformer_class,
@@ -78,23 +47,12 @@ def _facts(info: ModelInfo, layout: TokenLayout, workload: Workload) -> dict[str
         "size": [workload.width, workload.height],
         "image_tokens": workload.image,
         "size_multiple": info.size_multiple,
+        "layout": asdict(layout),
     }
+    emit(facts, as_json, partial(_say, layout=layout))
 
 
-def _layers(transformer: str, sizes: Any, layout: TokenLayout, config: ParallelConfig, dtype: str) -> dict[str, Any]:
-    """The layers around a call of the transformer, as plain data."""
-    import torch
-
-    from .. import recipe
-    from ..layout.describe import meta_model
-    from ..memory.walk import layers_around
-
-    recipe.check_recipe(recipe.RECIPE, config, [(meta_model(transformer, sizes), layout)])
-    layers = layers_around(transformer, sizes, layout, config, getattr(torch, dtype))
-    return {"config": config.describe(), "layers": [vars(layer) for layer in layers]}
-
-
-def _say(facts: dict[str, Any]) -> Report:
+def _say(facts: dict[str, Any], layout: TokenLayout) -> Report:
     report = Report()
     width, height = facts["size"]
     report.text(StyledText(facts["transformer"], "strong"), f" of {facts['pipeline']} ({facts['model']})")
@@ -104,10 +62,16 @@ def _say(facts: dict[str, Any]) -> Report:
         f"{width} x {height} pixels are {facts['image_tokens']:,} image tokens; "
         f"sizes in multiples of {facts['size_multiple']}"
     )
-    around, rows = "", []
-    for layer in facts.get("layers", ()):
-        rows.append(("" if layer["around"] == around else layer["around"], layer["name"], layer["reason"]))
-        around = layer["around"]
-    if rows:
-        report.table(("around", "what", "why"), rows, f"{facts['config']}, outermost first", keys=3)
+    report.text(f"Token layout ({layout.source})")
+    for region in layout.regions:
+        rows = [("stream", s.arg, f"{s.name}, dimension {s.dim}") for s in region.streams]
+        rows += [("cut", c.arg, f"{' + '.join(c.tokens)}, dimension {c.dim}") for c in region.cuts]
+        rows += [("whole", path, "") for path in region.whole]
+        for number, attention in enumerate(region.attention, 1):
+            mixes = f"{' + '.join(attention.queries)} ask {' + '.join(attention.keys)}" if attention.keys else "local"
+            rows.append((f"attention {number}", "", mixes))
+        chained = " (fed by the list before)" if region.chained else ""
+        report.table(("what", "argument", "tokens"), rows, f"{region.blocks}{chained}", keys=3)
+    if layout.refused:
+        report.text("Derived from the call that sets one: " + ", ".join(layout.refused))
     return report

@@ -17,7 +17,6 @@ from ..launch.log_filter import hide_chatter
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
-from .layout import layout
 from .memory import memory
 from .plan import plan
 from .replay import replay
@@ -69,7 +68,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (generate, serve, train, verify, study, replay, plan, inspect, memory, layout, doctor):
+for command in (generate, serve, train, verify, study, replay, plan, inspect, memory, doctor):
     app.command()(command)
 
 

@@ -10,14 +10,21 @@ from ..report.report import Report
 from ..request import parse_size
 from .options import (
     AsJson,
+    AtOnce,
+    Branches,
+    ConfigFile,
     ConfigOptions,
+    Frames,
     ModelArgument,
-    PredictedOptions,
+    Size,
+    WeightsDType,
+    at_least,
     common_option,
+    job_option,
     with_groups,
 )
 from .show import emit
-from .values import check_planned, config_or_devices
+from .values import check_planned, parallel_config
 
 if TYPE_CHECKING:
     from ..config import ParallelConfig
@@ -32,7 +39,18 @@ def memory(
     hardware: Annotated[str, common_option(metavar="DEVICE", help="Predict for this device: h100, l40s, 4090 …")] = (
         "cpu"
     ),
-    asked: PredictedOptions,
+    size: Size = None,
+    devices: Annotated[
+        int | None, common_option("--devices", "-n", help="Predict for this many ranks.", callback=at_least(1))
+    ] = None,
+    config: ConfigFile = None,
+    frames: Frames = None,
+    tokens: Annotated[
+        int | None, job_option("--text-tokens", help="Set the number of tokens of a prompt.", callback=at_least(1))
+    ] = None,
+    pictures: AtOnce = 1,
+    guidance: Branches = None,
+    dtype: WeightsDType = "bfloat16",
     parallel: ConfigOptions,
     as_json: AsJson = False,
 ) -> None:
@@ -51,18 +69,23 @@ def memory(
         from ..train.config import TrainConfig
         from ..train.memory import predicted_training, training_report
 
-        if settings or asked.config is not None or asked.devices is not None:
+        if settings or config is not None or devices is not None:
             raise InputError(f"{model!r} gives the configuration of its run; leave --config, --devices and degrees out")
         emit(predicted_training(TrainConfig.read(model), hardware), as_json, training_report)
         return
-    parse_size(asked.size)
+    pixels = parse_size(size)
     check_planned(model or "emoji-sd3")
-    chosen = config_or_devices(asked.devices, asked.config, settings)
-    emit(_needed(_request(model, asked), chosen, asked.dtype, hardware), as_json, _say)
+    count, chosen = parallel_config(devices, config, settings, None)
+    request = _request(model, (pixels, tokens, pictures, guidance, frames))
+    emit(_needed(request, chosen or count, dtype, hardware), as_json, _say)
 
 
-def _request(model: str, asked: PredictedOptions) -> tuple[Components, Workload, bool, str]:
-    """The model's components, the request, whether guidance has two branches, and what ``generate --model`` takes."""
+def _request(model: str, asked: tuple[Any, ...]) -> tuple[Components, Workload, bool, str]:
+    """The model's components, the request, whether guidance has two branches, and what ``generate --model`` takes.
+
+    Args:
+        asked: size, tokens, images, branches and frames, as `workload_of` takes them.
+    """
     import diffusers
 
     from .. import zoo
@@ -70,15 +93,16 @@ def _request(model: str, asked: PredictedOptions) -> tuple[Components, Workload,
     from ..generate.model_info import find_model
     from ..memory.catalogue import shapes
     from ..memory.check import components_of, components_of_shape
+    from ..memory.sizes import workload_of
 
     shape = shapes().get(model.lower())
     if shape is None or Path(model).exists():
         info = find_model(model or zoo.path())
-        branches = asked.guidance
+        branches = asked[3]
         if branches is None:
             branches = guided(getattr(diffusers, info.pipeline_class, None), info.transformer)
-        return components_of(info), asked.workload(info), branches, model
-    workload = asked.workload(shape)
+        return components_of(info), workload_of(info, *asked), branches, model
+    workload = workload_of(shape, *asked)
     return components_of_shape(shape), workload, workload.branches > 1, shape.repository
 
 

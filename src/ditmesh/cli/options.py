@@ -102,11 +102,8 @@ else:
     Strength = request_option("strength", input_option, metavar="0..1", callback=None)
     Seed = request_option("seed", help="Set the seed of the first image; image i has seed + i.", callback=at_least(0))
 if TYPE_CHECKING:
-    from ..generate.model_info import ModelInfo
     from ..generate.receipt import Dtype
     from ..launch import DeviceChoice as Device
-    from ..memory.catalogue import Shape
-    from ..memory.sizes import Workload
 
     DType = Dtype | None
 else:
@@ -323,30 +320,6 @@ class InputOptions:
         files += [adapter("controlnet", self.controlnet)] if self.controlnet is not None else []
         names = ("strength", "scheduler", "variant", "offload")
         return {"files": tuple(files)} | {name: getattr(self, name) for name in names}
-
-
-@dataclass(frozen=True)
-class PredictedOptions:
-    """What is predicted: the request, the ranks, and the weights."""
-
-    size: Size = None
-    devices: Annotated[
-        int | None, common_option("--devices", "-n", help="Predict for this many ranks.", callback=at_least(1))
-    ] = None
-    config: ConfigFile = None
-    frames: Frames = None
-    tokens: Annotated[
-        int | None, job_option("--text-tokens", help="Set the number of tokens of a prompt.", callback=at_least(1))
-    ] = None
-    pictures: AtOnce = 1
-    guidance: Branches = None
-    dtype: WeightsDType = "bfloat16"
-
-    def workload(self, model: ModelInfo | Shape) -> Workload:
-        """The request for a model; raises as `workload_of`."""
-        from ..memory.sizes import workload_of
-
-        return workload_of(model, parse_size(self.size), self.tokens, self.pictures, self.guidance, self.frames)
 
 
 def check_offload(how: str, device: str) -> None:

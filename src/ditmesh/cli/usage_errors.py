@@ -10,7 +10,7 @@ from ..config import ParallelConfig, setting_form
 from ..errors import did_you_mean, problem_text
 
 # What commands write before the name and the value of a setting of the parallel configuration.
-SETTING = dict.fromkeys(("generate", "serve", "inspect", "memory"), "--set ") | {"train": "--set parallel."}
+SETTING = dict.fromkeys(("generate", "serve", "memory"), "--set ") | {"train": "--set parallel."}
 
 
 def is_usage_error(error: BaseException) -> bool:

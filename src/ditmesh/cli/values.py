@@ -81,12 +81,6 @@ def parallel_config(
     return devices, config
 
 
-def config_or_devices(devices: int | None, file: Path | None, settings: Mapping[str, Any]) -> ParallelConfig | int:
-    """The configuration of the options; or the number of devices, for which the rule of ``"auto"`` names one."""
-    count, chosen = parallel_config(devices, file, settings, None)
-    return chosen or count
-
-
 def changed_settings(settings: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
     """The settings with those of --set, such as ``"tiles=4"`` and ``"warmup=fixed(2)"``.
 

@@ -89,13 +89,6 @@ class Link(Transports):
         """
         return self._exchange("all_to_all", outgoing, shapes)()
 
-    def all_to_all_async(self, outgoing: TensorsByRank, shapes: ShapesByRank) -> Callable[[], list[list[Tensor]]]:
-        """`all_to_all` that returns at once: a function that waits for the others'. Call it once.
-
-        The outgoing tensors may be written to at once.
-        """
-        return self._exchange("all_to_all", outgoing, shapes)
-
     def _exchange(self, kind: str, outgoing: TensorsByRank, shapes: ShapesByRank) -> Callable[[], list[list[Tensor]]]:
         if self.size == 1:
             return lambda: [list(outgoing[0])]

@@ -27,7 +27,6 @@ from ..strategies.base import Context, ParallelModel, Request
 from ..strategies.hooks import ModelHooks, requires_grad
 from ..strategies.loads import StepLoad
 from ..strategies.tokens import TokenStrategy
-from .explain import Layer, layers_of
 from .targets import device_of, mark
 
 Part = TypeVar("Part")
@@ -266,10 +265,6 @@ class Engine:
             self._lock.release()
 
     # --- what strategies report ----------------------------------------------------------------------------
-
-    def explain(self) -> list[Layer]:
-        """All layers around a request, a transformer's call and its blocks, outermost first, with reasons."""
-        return layers_of(self.strategies, self.models)
 
     def parts(self, kind: type[Part]) -> list[Part]:
         """The objects that a strategy left with every transformer, by their type: ``engine.parts(PipeFusion)``."""

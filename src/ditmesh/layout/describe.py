@@ -1,4 +1,4 @@
-"""A transformer class as `ditmesh inspect` and `ditmesh layout` show it."""
+"""A transformer class as `ditmesh inspect` shows it."""
 
 from __future__ import annotations
 

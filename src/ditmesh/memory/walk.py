@@ -13,7 +13,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -27,12 +27,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from ..comm import PeerError
 from ..config import ParallelConfig
 from ..core.alive import LiveBytes
 from ..core.clock import TIMESTEPS
 from ..engine import Engine
-from ..engine.explain import Layer
 from ..errors import DitmeshError, LayoutError, first_line
 from ..layout import TokenLayout
 from ..layout.conventions import CallVariant, Conventions, Size, call_variants
@@ -272,26 +270,6 @@ def kept_blocks(model: nn.Module, layout: TokenLayout, counts: Sequence[int]) ->
         for path, whole in before.items():
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, whole)
-
-
-def layers_around(
-    transformer: str, settings: Mapping[str, Any], layout: TokenLayout, config: ParallelConfig, dtype: torch.dtype
-) -> list[Layer]:
-    """Layers around the call of a transformer with one block of each kind, outermost first.
-
-    Raises:
-        ConfigError: the transformer cannot run with the configuration.
-    """
-    model = meta_model(transformer, dict(settings)).eval()
-    with kept_blocks(model, layout, [1] * (max(kinds_of(model, layout)) + 1)), fake_weights(model, dtype):
-        engine = Engine([(model, layout)], config, phantom_mesh(config), owns_mesh=False)
-        engine.open(model)
-        try:
-            return engine.explain()
-        finally:
-            # Stages cannot put weights without values together again, and this model is used no more.
-            with suppress(PeerError):
-                engine.close()
 
 
 def first_of(reasons: Sequence[str]) -> str:

@@ -82,7 +82,7 @@ class SequenceParallel:
         self.link: Group = mesh.sequence
         ring = mesh.ring.size if self.travels else 1
         self.kernel = local_attention(config.attention, ring, config.reproducible)
-        self.mixer = Mixer(mesh.ulysses, mesh.ring, self.kernel, self.travels, config.chunks)
+        self.mixer = Mixer(mesh.ulysses, mesh.ring, self.kernel, self.travels)
         self.coverage = Coverage()
         # All tokens are here and the model's own attention is wanted: nothing is to be done at a block.
         self.passive = self.link.size == 1 and not self.keeps_keys and config.attention in (None, "native")
