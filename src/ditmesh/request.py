@@ -64,8 +64,6 @@ class RequestField:
         usual: the default, in words.
         wrong: the message about a value out of bounds, as `FieldError` takes it.
         argument: of a pipeline's call, which is given the value as it is. A pipeline without it refuses the field.
-        spelt: whether `Receipt` spells the field out, with bounds of its own; it is given all others as they are, see
-            `added_fields`. None: it has none of it.
     """
 
     help: str
@@ -75,7 +73,6 @@ class RequestField:
     wrong: str | None = None
     argument: str | None = None
     widget: Widget | None = None
-    spelt: bool | None = False
 
     @property
     def option(self) -> str:
@@ -97,7 +94,6 @@ class PictureRequest(BaseModel):
         str,
         RequestField(
             "Generate an image of each prompt.",
-            spelt=True,
         ),
     ] = Field(default="", max_length=LONGEST_PROMPT)
     negative_prompt: Annotated[
@@ -107,7 +103,6 @@ class PictureRequest(BaseModel):
             ("--negative",),
             usual=None,
             argument="negative_prompt",
-            spelt=True,
         ),
     ] = Field(default=None, max_length=LONGEST_PROMPT)
     n: Annotated[
@@ -117,7 +112,6 @@ class PictureRequest(BaseModel):
             ("--num-images",),
             common=True,
             widget=Widget("images", 1, "Number of pictures.", 1, MOST_TOGETHER, least_leaves=False),
-            spelt=None,
         ),
     ] = Field(default=1, ge=1)
     width: Annotated[
@@ -128,7 +122,6 @@ class PictureRequest(BaseModel):
             common=True,
             usual="an input image's, or the pipeline's",
             widget=Widget("width", 0, "In pixels. 0: of the image, else the model's own.", most=16384, step=8),
-            spelt=True,
         ),
     ] = None
     height: Annotated[
@@ -136,7 +129,6 @@ class PictureRequest(BaseModel):
         RequestField(
             "",
             widget=Widget("height", 0, "In pixels. 0: of the image, else the model's own.", most=16384, step=8),
-            spelt=True,
         ),
     ] = None
     steps: Annotated[
@@ -146,7 +138,6 @@ class PictureRequest(BaseModel):
             ("--steps", "-s"),
             common=True,
             widget=Widget("steps", 0, "Denoising steps. 0: the model's own.", most=MOST_STEPS),
-            spelt=True,
         ),
     ] = Field(default=None, ge=1, le=MOST_STEPS)
     guidance: Annotated[
@@ -158,7 +149,6 @@ class PictureRequest(BaseModel):
             wrong="guidance {} is not a number; use one such as {guidance} 3.5",
             argument="guidance_scale",
             widget=Widget("guidance", -1.0, "-1: the model's own.", -1.0, 100.0, 0.1),
-            spelt=True,
         ),
     ] = None
     strength: Annotated[
@@ -166,7 +156,6 @@ class PictureRequest(BaseModel):
         RequestField(
             "Set how much of --image or --video is replaced: 0 keeps it, 1 ignores it.",
             wrong="strength {:g} is not possible; use more than 0 and at most 1",
-            spelt=True,
         ),
     ] = Field(default=None, gt=0, le=1)
     seed: Annotated[
@@ -183,7 +172,6 @@ class PictureRequest(BaseModel):
                 more={"control_after_generate": True},
                 least_leaves=False,
             ),
-            spelt=True,
         ),
     ] = 0
     frames: Annotated[
@@ -192,7 +180,6 @@ class PictureRequest(BaseModel):
             "Generate this many frames of a video.",
             ("--frames",),
             widget=Widget("frames", 0, "Of a video. 0: the model's own number.", most=MOST_FRAMES),
-            spelt=True,
         ),
     ] = Field(default=None, ge=1, le=MOST_FRAMES)
     fps: Annotated[
@@ -202,7 +189,6 @@ class PictureRequest(BaseModel):
             ("--fps",),
             usual="the pipeline's, or 16",
             wrong="{fps} {:g} is not possible; use more than 0 and at most 1000",
-            spelt=True,
         ),
     ] = Field(default=None, gt=0, le=MOST_FPS)
 
@@ -228,12 +214,6 @@ def request_fields() -> dict[str, RequestField]:
     """The descriptions of the fields of a request, by name."""
     fields = PictureRequest.model_fields.items()
     return {name: next(one for one in field.metadata if isinstance(one, RequestField)) for name, field in fields}
-
-
-def added_fields() -> dict[str, Any]:
-    """The fields of a request that receipts add to their own, as `pydantic.create_model` takes them."""
-    known = PictureRequest.model_fields
-    return {name: (known[name].annotation, known[name]) for name, of in request_fields().items() if of.spelt is False}
 
 
 def plain_type(name: str) -> Any:

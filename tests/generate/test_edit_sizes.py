@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 import ditmesh
-from ditmesh.cli.main import main
 from ditmesh.generate.files import InputFile, input_picture
 from ditmesh.generate.job import job_for
 from ditmesh.generate.model_info import ModelInfo, find_model
@@ -92,21 +91,3 @@ def test_another_shape_is_said(tmp_path):
     assert "--image has 64x32 pixels, and the size 64x64 has another shape" in str(stretched(images, (64, 64), 4))
     assert stretched({"video": [Image.new("RGB", (64, 32))] * 2}, (32, 64), 4) is not None
     assert stretched({}, (64, 64), 4) is None
-
-
-def test_generate_keeps_the_shape(kept_ranks, tmp_path, capfd):
-    wide, out = saved(tmp_path / "wide.png", 64, 32), tmp_path / "out"
-    words = ["generate", "a red heart", "--image", str(wide), "--strength", "0.3", "--steps", "4", "--device", "cpu"]
-    words += ["--threads", "1"]
-    for more, size in (([], (64, 32)), (["--size", "64x64"], (64, 64))):
-        with pytest.raises(SystemExit) as ended:
-            main([*words, "--out", str(out), "--overwrite", *more])
-        assert not ended.value.code
-        (file,) = out.glob("*.png")
-        assert Image.open(file).size == size
-        said = capfd.readouterr().err
-        assert ("most pipelines stretch it" in said) == (size == (64, 64))
-    mask = saved(tmp_path / "mask.png", 64, 64)
-    with pytest.raises(SystemExit):
-        main([*words, "--out", str(out), "--mask", str(mask)])
-    assert "the mask has 64x64 pixels and the image 64x32" in capfd.readouterr().err

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from diffusers.guiders import AdaptiveProjectedGuidance, AutoGuidance, ClassifierFreeGuidance, SkipLayerGuidance
-from diffusers.hooks import FasterCacheConfig, LayerSkipConfig
+from diffusers.hooks import LayerSkipConfig
 
 import ditmesh
 from support.models import component, made, relative_error
@@ -58,38 +57,6 @@ def guided(guider: str) -> tuple[float, float]:
 def test_guiders(ranks, guider):
     """A branch that changes the model before its call is not run in another call's place."""
     for error, effect in ranks(2).run(guided, guider):
-        assert error < TOLERANCE
-        assert effect > 100 * TOLERANCE
-
-
-def skipping_guidance(config: dict[str, Any]) -> tuple[float, float]:
-    """Error with Faster Cache, which takes the first half of the batch for one branch, and the cache's effect."""
-    name, prompts, steps = "cogvideox", [1, 2], 6
-    pipe = FAMILIES[name].make()
-    cache = {
-        "spatial_attention_block_skip_range": 2,
-        "spatial_attention_timestep_skip_range": (-1, 901),
-        "unconditional_batch_skip_range": 2,
-        "unconditional_batch_timestep_skip_range": (-1, 901),
-        "attention_weight_callback": lambda _: 0.5,
-        "current_timestep_callback": lambda: pipe.current_timestep,
-    }
-    plain = draw(name, pipe, prompts, steps=steps)
-    try:
-        pipe.transformer.enable_cache(FasterCacheConfig(**cache))
-        truth = draw(name, pipe, prompts, steps=steps)
-        pipe.transformer.disable_cache()
-        pipe.transformer.enable_cache(FasterCacheConfig(**cache))
-        with ditmesh.parallelized(pipe, config):
-            value = draw(name, pipe, prompts, steps=steps)
-    finally:
-        pipe.transformer.disable_cache()
-    return relative_error(value, truth), relative_error(plain, truth)
-
-
-@pytest.mark.parametrize("config", [{"cfg": 2}, {"data": 2}, {"ulysses": 2}], ids=str)
-def test_a_cache_that_skips_a_branch_of_guidance(ranks, config):
-    for error, effect in ranks(2).run(skipping_guidance, config):
         assert error < TOLERANCE
         assert effect > 100 * TOLERANCE
 

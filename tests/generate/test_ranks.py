@@ -351,9 +351,6 @@ def test_a_rank_that_dies_closes_the_ranks_with_a_sentence() -> None:
             ranks.run(time.time)
 
 
-# ---- inside an application
-
-
 # ---- a notebook
 
 

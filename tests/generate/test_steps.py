@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,12 +36,6 @@ def test_listeners_hear_of_every_step_until_they_are_taken_off():
     second.undo()
     first.undo()
     assert "step" not in vars(scheduler)
-
-
-def test_a_step_without_tensors_has_no_latents():
-    step = SchedulerStep(None, None, None, None, None, SimpleNamespace(prev_sample=None))
-    assert step.latents() is None
-    assert step.estimate() is None
 
 
 @pytest.mark.parametrize(("scheduler", "steps"), [(None, 3), ("FlowMatchHeunDiscreteScheduler", 5)])

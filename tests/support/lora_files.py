@@ -114,15 +114,6 @@ FAMILIES: dict[str, tuple[str, list[Layer]]] = {
             ("adaln_single.linear", ("time_embed.linear",)),
         ],
     ),
-    "Lumina2": (
-        "Lumina2Pipeline",
-        [
-            ("layers.0.attention.qkv", _qkv("layers.0.attn")),
-            ("context_refiner.0.attention.out", ("context_refiner.0.attn.to_out.0",)),
-            ("layers.1.feed_forward.w3", ("layers.1.feed_forward.linear_3",)),
-            ("noise_refiner.0.adaLN_modulation.1", ("noise_refiner.0.norm1.linear",)),
-        ],
-    ),
     "HunyuanVideo": (
         "HunyuanVideoPipeline",
         [

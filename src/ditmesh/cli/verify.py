@@ -167,21 +167,27 @@ def _verify(
     tolerance: float | None,
 ) -> dict[str, Any] | None:
     """Run all configurations; returns the result as data. None: another rank of torchrun prints it."""
-    from ..verify.comparison import Comparison
+    from ..quality import perceptual
+    from ..verify.comparison import compared_runs
+    from ..verify.runs import config_name, reference_config
+    from ..verify.verdicts import judge
 
     configs = [*asked, *offered]
     with _ranks(job, configs, kind, ranks) as runner, bar(shown=runner.is_reporter) as progress:
         task = progress.add_task("starting", total=None)
 
-        def show(action: str, begun: int) -> None:
-            progress.update(task, description=action, advance=begun, total=comparison.runs)
+        def show(action: str, begun: int, total: int | None = None) -> None:
+            progress.update(task, description=action, advance=begun, total=total)
 
-        comparison = Comparison(job, configs, runner, show)
-        comparison.run()
+        runs = compared_runs(job, configs, runner, show)
         if not runner.is_reporter:
             return None
         show("comparing", 0)
-        verdicts = comparison.verdicts(tolerance)
+        references = {config: reference_config(config) for config in configs}
+        learned = perceptual.available()
+        verdicts = [
+            judge(job, config, runs[config], runs[references[config]][0], tolerance, learned) for config in configs
+        ]
     for config, verdict in zip(configs, verdicts, strict=True):
         if verdict.refused and config in asked:
             raise ConfigError(f"{verdict.config}: {verdict.refused}")
@@ -201,9 +207,9 @@ def _verify(
         "threads": runner.threads,
         "versions": library_versions(),
         "one_device": [
-            {"config": name, "seconds": run.seconds, "repeats": run.repeats}
-            for name, run in comparison.alone.items()
-            if not run.refused
+            {"config": config_name(reference), "seconds": run.seconds, "repeats": run.repeats}
+            for reference in dict.fromkeys(references.values())
+            if not (run := runs[reference][0]).refused
         ],
         "configs": [verdict.as_data() for verdict in verdicts],
         "passed": all(verdict.passed for verdict in verdicts),

@@ -71,42 +71,32 @@ def call_arguments(
     for name, field in request_fields().items():
         if field.argument is not None and (value := getattr(job, name)) is not None:
             arguments[field.argument] = value
-    arguments |= _of_inputs(job, call.images, pictures or {}) | _of_videos(job, parameters)
-    return arguments | sizes(parameters, job.size, job.max_sequence_length)
-
-
-def _of_inputs(job: PictureJob, images: int, pictures: Mapping[str, Any]) -> dict[str, Any]:
-    given: dict[str, Any] = {} if job.strength is None else {"strength": job.strength}
+    if job.strength is not None:
+        arguments["strength"] = job.strength
     for file in job.files:
         if file.role == "controlnet":
-            given["controlnet_conditioning_scale"] = file.scale
-    for name, picture in pictures.items():
+            arguments["controlnet_conditioning_scale"] = file.scale
+    for name, picture in (pictures or {}).items():
         # One for each generated image: pipelines encode them with a generator of its own. These they repeat.
-        many = images > 1 and name not in (IMAGE_ARGUMENTS["ip-image"], IMAGE_ARGUMENTS["control"])
-        given[name] = [picture] * images if many else picture
-    return given
+        many = call.images > 1 and name not in (IMAGE_ARGUMENTS["ip-image"], IMAGE_ARGUMENTS["control"])
+        arguments[name] = [picture] * call.images if many else picture
+    return arguments | _sizes(job, parameters)
 
 
-def _of_videos(job: PictureJob, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    if job.frames is not None and "num_frames" in parameters:
-        given["num_frames"] = job.frames
-    for name in RATES:
+def _sizes(job: PictureJob, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Size, frames, frame rate and the text's length, where the call takes them; of a video always a rate."""
+    width, height = job.size or (None, None)
+    given: dict[str, Any] = {
+        "width": width,
+        "height": height,
+        "max_sequence_length": job.max_sequence_length,
+        "num_frames": job.frames,
+    }
+    for name in RATES if video_call(parameters) else ():
         # Some models take the frame rate; some need a whole number.
-        if name in parameters and video_call(parameters):
-            fps = job.fps
-            given[name] = _default(parameters, name, FPS) if fps is None else int(fps) if fps == int(fps) else fps
-    return given
-
-
-def sizes(parameters: Mapping[str, Any], size: tuple[int, int] | None, text_tokens: int | None) -> dict[str, Any]:
-    """A call's arguments for width and height and the text's length, where it takes them; None: the pipeline's own."""
-    given: dict[str, int] = {}
-    if size is not None:
-        given["width"], given["height"] = size
-    if text_tokens is not None:
-        given["max_sequence_length"] = text_tokens
-    return {name: value for name, value in given.items() if name in parameters}
+        fps = _default(parameters, name, FPS) if job.fps is None else job.fps
+        given[name] = int(fps) if fps == int(fps) else fps
+    return {name: value for name, value in given.items() if name in parameters and value is not None}
 
 
 def _default(parameters: Any, name: str, otherwise: Any) -> Any:

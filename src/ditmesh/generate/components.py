@@ -1,4 +1,4 @@
-"""The components of a saved pipeline: classes that are not installed, parts taken out, weights that are missing.
+"""The components of a saved pipeline: parts taken out, weights that are missing.
 
 Libraries leave missing weights at random values, with a warning at most.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..errors import InputError, shortened
 from .model_info import ModelInfo
 
 if TYPE_CHECKING:
@@ -41,67 +41,35 @@ def read_saved(info: ModelInfo, kind: type[Any] | None = None, **options: Any) -
         options: of ``from_pretrained``; components in the place of saved ones.
 
     Raises:
-        InputError: it needs a class that is not installed, code of its own, or a part that was taken out; or weights
-            of a component are missing.
+        InputError: it cannot be loaded, has code of its own, or lacks weights of a component.
     """
+    import diffusers
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    if "custom_pipeline" not in options:
-        options = {**absent_components(info, kind, options), **options}
-    with missing_weights_refused():
-        return (kind or DiffusionPipeline).from_pretrained(info.files if info.local else info.name, **options)
-
-
-def absent_components(info: ModelInfo, kind: type[Any] | None, options: Mapping[str, Any]) -> dict[str, None]:
-    """The components that were taken out of a pipeline which does without them, as ``from_pretrained`` is to be told.
-
-    Raises:
-        InputError: as `read_saved`, before a weight is read.
-    """
-    name = info.index.get("_class_name")
-    if isinstance(name, list):
-        if not options.get("trust_remote_code"):
-            raise InputError(
-                f"model {info.name!r} has code of its own ({name[0]}.py, class {name[-1]}), which is not run unasked; "
-                "read it, and load the pipeline in a program with ditmesh.load(..., trust_remote_code=True)"
-            )
-        return {}
-    if kind is None:
-        kind = _class_in("diffusers", str(name), f"model {info.name!r}", info)
-    _check_classes(info, options)
-    parameters, _ = cast(Any, kind)._get_signature_keys(kind)
-    needed = set(parameters) - set(getattr(kind, "_optional_components", ()))
-    out = sorted(part for part in needed if info.index.get(part) == [None, None])
-    spared: tuple[str, ...] = next((parts for start, parts in LEFT_OUT.items() if kind.__name__.startswith(start)), ())
-    for part in out:
-        if part not in options and not (part in spared and set(spared[:1]) <= set(out)):
-            raise InputError(
-                f"model {info.name!r} has no {part}, which {kind.__name__} needs: it is [null, null] in "
-                f"model_index.json; save the whole pipeline, or pass one, ditmesh.load(..., {part}=...)"
-            )
-    return dict.fromkeys(part for part in out if part not in options)
-
-
-def _check_classes(info: ModelInfo, options: Mapping[str, Any]) -> None:
-    """Refuse components of classes that the installed libraries do not have; ``options``: of others."""
-    for part, entry in info.index.items():
-        if part in options or not (isinstance(entry, list) and len(entry) == 2):
-            continue
-        if entry[0] in ("diffusers", "transformers"):
-            _class_in(entry[0], str(entry[1]), f"the component {part} of model {info.name!r}", info)
-
-
-def _class_in(library: str, name: str, what: str, info: ModelInfo) -> type[Any]:
-    """A class of a library by its name; ``what`` is of it."""
-    module = import_module(library)
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        saved = info.index.get("_diffusers_version") if library == "diffusers" else None
+    if isinstance(info.index.get("_class_name"), list) and not options.get("trust_remote_code"):
         raise InputError(
-            f"{what} is of the class {name}, which {library} {module.__version__} does not have"
-            f"{f' (it was saved with {saved})' if saved else ''}; upgrade {library} (pip install -U {library})"
-        ) from None
+            f"model {info.name!r} has code of its own (class {info.pipeline_class}), which is not run unasked; read "
+            "it, and load the pipeline in a program with ditmesh.load(..., trust_remote_code=True)"
+        )
+    name = info.pipeline_class if kind is None else kind.__name__
+    for start, parts in LEFT_OUT.items():
+        if name.startswith(start) and info.index.get(parts[0]) == [None, None]:
+            options = {**{part: None for part in parts if info.index.get(part) == [None, None]}, **options}
+    try:
+        with missing_weights_refused():
+            return (kind or DiffusionPipeline).from_pretrained(info.files if info.local else info.name, **options)
+    except (MemoryError, InputError):
+        raise
+    except Exception as error:
+        # Untrusted files can raise any exception.
+        reason = shortened(error, 400, with_kind=not isinstance(error, (OSError, ValueError, ImportError)))
+        if isinstance(error, UnpicklingError):
+            reason = "a file of weights is a pickled program and not only tensors, and is not run"
+        saved = info.index.get("_diffusers_version")
+        raise InputError(
+            f"model {info.name!r}{f', saved by diffusers {saved},' if saved else ''} cannot be loaded by diffusers "
+            f"{diffusers.__version__} ({reason}); check its files, upgrade diffusers, or save the pipeline again"
+        ) from error
 
 
 @contextmanager

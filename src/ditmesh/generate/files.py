@@ -7,7 +7,8 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from math import isfinite, nan
@@ -24,7 +25,7 @@ from ..media.videos import read_frames
 from ..request import FieldError
 from .components import missing_weights_refused
 from .lora_files import read_lora, settings_file
-from .loras import load_lora, loras_of, set_loras, takes_loras
+from .loras import load_lora, set_loras, takes_loras
 from .model_info import HUB_ID
 
 if TYPE_CHECKING:
@@ -111,53 +112,39 @@ def adapter(role: Role, text: str) -> InputFile:
             raise InputError(f"--{role} {text!r}: the scale {last!r} is not a number; write it as NAME:0.8")
     else:
         name = text
-    if role == "controlnet":
-        path = Path(name).expanduser()
-        if os.path.isdir(path):
-            path = path.absolute()
-        elif not os.path.exists(path) and re.fullmatch(HUB_ID, name):
-            from huggingface_hub import snapshot_download
-
-            path = _from_hub(role, name, lambda: snapshot_download(name, allow_patterns=[*CONTROLNET_FILES]))
-        else:
-            raise InputError(
-                f"--controlnet {name[:200]!r} is no folder here; give the folder that controlnet.save_pretrained(...) "
-                "wrote"
-            )
+    path = Path(name).expanduser()
+    if not os.path.exists(path) and re.fullmatch(HUB_ID, name):
+        path = _from_hub(role, name)
+    if role != "controlnet":
+        path = _adapter_file(role, path)
+        _check_adapter(role, path)
+    elif os.path.isdir(path):
         controlnet_class(path)
     else:
-        path = _adapter_file(role, name)
-        _check_adapter(role, path)
-    return InputFile(role, str(path), file_digest(path), scale)
+        way = "give the folder that controlnet.save_pretrained(...) wrote"
+        raise InputError(f"--controlnet {name[:200]!r} is no folder here; {way}")
+    return InputFile(role, str(path.absolute()), file_digest(path), scale)
 
 
-def _adapter_file(role: Role, name: str) -> Path:
-    usual, path = ADAPTER_LOADERS[role][1], Path(name).expanduser()
-    if os.path.isdir(path):
-        files = sorted(path.glob("*.safetensors"))
-        if path / usual not in files and len(files) != 1:
-            raise InputError(
-                f"--{role} {name!r}: the folder holds no {usual} and {len(files)} other safetensors files; name one"
-            )
-        # The name counts, which in a hub's cache is a link's.
-        return (path / usual if path / usual in files else files[0]).absolute()
-    if not os.path.exists(path) and re.fullmatch(HUB_ID, name):
-        from huggingface_hub import hf_hub_download
-
-        return _from_hub(role, name, lambda: hf_hub_download(name, usual))
-    return _file(role, path)
+def _adapter_file(role: Role, path: Path) -> Path:
+    if not os.path.isdir(path):
+        return _file(role, path)
+    usual, files = path / ADAPTER_LOADERS[role][1], sorted(path.glob("*.safetensors"))
+    if usual not in files and len(files) != 1:
+        others = f"{len(files)} other safetensors files"
+        raise InputError(f"--{role} {str(path)!r}: the folder holds no {usual.name} and {others}; name one")
+    # The name counts, which in a hub's cache is a link's.
+    return usual if usual in files else files[0]
 
 
-def usual_lora() -> str:
-    """The name of an adapter's file in a folder."""
-    return ADAPTER_LOADERS["lora"][1]
-
-
-def _from_hub(role: Role, name: str, fetch: Callable[[], str]) -> Path:
+def _from_hub(role: Role, name: str) -> Path:
+    """The folder with the files of an adapter or a ControlNet that a repository of the hub has."""
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    patterns = CONTROLNET_FILES if role == "controlnet" else ADAPTER_LOADERS[role][1:]
     try:
-        return Path(fetch())
+        return Path(snapshot_download(name, allow_patterns=[*patterns]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise InputError(
             f"--{role} {name!r} is no file or folder here, and the hub says: {first_line(error)}"
@@ -222,23 +209,18 @@ def open_picture(file: InputFile) -> Image:
     Raises:
         InputError: it cannot be read, is no image of a possible size, or has changed since.
     """
-    what = f"--{file.role} {file.path!r}"
-    content = read_whole(file.path, what)
-    image = (read_mask if file.role == "mask" else read_image)(BytesIO(content), what)
-    _check_same(file, hashlib.sha256(content).hexdigest())
-    return image
+    return (read_mask if file.role == "mask" else read_image)(BytesIO(_content(file)), f"--{file.role} {file.path!r}")
 
 
 def open_video(file: InputFile, most: int | None = None) -> list[Image]:
-    """The frames of an input video, RGB, at most ``most``, with the bytes checked at the creation of the job.
+    """The frames of an input video, RGB, at most ``most``; errors as of `open_picture`."""
+    return read_frames(_content(file), f"--{file.role} {file.path!r}", most)
 
-    Raises:
-        InputError: it cannot be read, is larger than a video may be, or has changed since.
-    """
-    what = f"--{file.role} {file.path!r}"
-    content = read_whole(file.path, what)
+
+def _content(file: InputFile) -> bytes:
+    content = read_whole(file.path, f"--{file.role} {file.path!r}")
     _check_same(file, hashlib.sha256(content).hexdigest())
-    return read_frames(content, what, most)
+    return content
 
 
 def _check_same(file: InputFile, digest: str) -> None:
@@ -437,23 +419,31 @@ def pictures_of(files: Iterable[InputFile], frames: int | None = None) -> dict[s
     }
 
 
+@contextmanager
+def _loading(file: InputFile) -> Iterator[None]:
+    """Check that a file is the one it was, and let errors of its loading name it."""
+    what = f"--{file.role} {file.path!r}"
+    _check_same(file, file_digest(file.path))
+    try:
+        yield
+    except MemoryError:
+        raise
+    except InputError as error:
+        raise InputError(f"{what} {error}") from error
+    except Exception as error:
+        # An untrusted file can raise any exception.
+        raise InputError(f"{what} cannot be loaded ({shortened(error, 300)})") from error
+
+
 def load_controlnet(files: Iterable[InputFile], options: Mapping[str, Any]) -> dict[str, Any]:
     """The job's ControlNet as a pipeline's component, by name, if it has one; ``options``: of ``from_pretrained``."""
+    networks: dict[str, Any] = {}
     for file in files:
-        if file.role != "controlnet":
-            continue
-        _check_same(file, file_digest(file.path))
-        try:
+        if file.role == "controlnet":
             kind = controlnet_class(Path(file.path))
-            with missing_weights_refused():
-                network = kind.from_pretrained(file.path, use_safetensors=True, **options)
-        except (MemoryError, InputError):
-            raise
-        except Exception as error:
-            # An untrusted file can raise any exception.
-            raise InputError(f"--controlnet {file.path!r} cannot be loaded ({shortened(error, 300)})") from error
-        return {"controlnet": network}
-    return {}
+            with _loading(file), missing_weights_refused():
+                networks["controlnet"] = kind.from_pretrained(file.path, use_safetensors=True, **options)
+    return networks
 
 
 def load_adapters(pipe: Any, files: Iterable[InputFile]) -> dict[str, str]:
@@ -465,41 +455,23 @@ def load_adapters(pipe: Any, files: Iterable[InputFile]) -> dict[str, str]:
     names: dict[str, float] = {}
     notes: dict[str, str] = {}
     for file in files:
-        if file.role not in ADAPTER_LOADERS:
-            continue
-        _check_same(file, file_digest(file.path))
-        folder, weights = str(Path(file.path).parent), Path(file.path).name
-        try:
-            if file.role == "lora":
-                name = f"lora{len(names)}"
+        if file.role == "lora":
+            name = f"lora{len(names)}"
+            with _loading(file):
                 note = load_lora(pipe, Path(file.path), name)
-                names[name] = file.scale
-                if note is not None:
-                    notes[file.path] = note
-            else:
-                encoder = None if getattr(pipe, "image_encoder", None) is not None else encoder_folder(file)
-                path = None if encoder is None else str(encoder)
-                # Each class takes the encoder's folder in another way.
-                options: dict[str, Any] = {"image_encoder_folder": path}
-                if "image_encoder_folder" not in inspect.signature(pipe.load_ip_adapter).parameters:
-                    options = {
-                        "image_encoder_pretrained_model_name_or_path": path,
-                        "image_encoder_dtype": pipe.transformer.dtype,
-                    }
-                with missing_weights_refused():
-                    pipe.load_ip_adapter(folder, weight_name=weights, **options)
+            names[name] = file.scale
+            notes |= {} if note is None else {file.path: note}
+        elif file.role == "ip-adapter":
+            encoder = None if getattr(pipe, "image_encoder", None) is not None else encoder_folder(file)
+            path = None if encoder is None else str(encoder)
+            # Each class takes the encoder's folder in another way.
+            options: dict[str, Any] = {"image_encoder_folder": path}
+            if "image_encoder_folder" not in inspect.signature(pipe.load_ip_adapter).parameters:
+                dtype = pipe.transformer.dtype
+                options = {"image_encoder_pretrained_model_name_or_path": path, "image_encoder_dtype": dtype}
+            with _loading(file), missing_weights_refused():
+                pipe.load_ip_adapter(str(Path(file.path).parent), weight_name=Path(file.path).name, **options)
                 pipe.set_ip_adapter_scale(file.scale)
-        except MemoryError:
-            raise
-        except InputError as error:
-            raise InputError(f"--{file.role} {file.path!r} {error}") from error
-        except Exception as error:
-            # An untrusted file can raise any exception.
-            what = f"--{file.role} {file.path!r}"
-            raise InputError(f"{what} cannot be loaded into {type(pipe).__name__} ({shortened(error, 300)})") from error
     if names:
-        adapted = loras_of(pipe)
-        if {name for component in adapted.values() for name in component} != set(names):
-            raise InputError(f"--lora: {type(pipe).__name__} has no layer that the file adapts; take another")
         set_loras(pipe, names)
     return notes

@@ -109,7 +109,7 @@ class PictureCall:
         return range(self.first, self.first + self.images)
 
 
-# Reports of `generation.generate`, from rank 0 only.
+# Reports of `run.generate`, from rank 0 only.
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,7 @@ class Generated:
 
 
 def check_job(job: PictureJob, model: ModelInfo, devices: int) -> None:
-    """Reject a job that cannot be generated or written, as far as the model's JSON files tell.
-
-    Raises:
-        InputError: one sentence that names the thing, its value, and the way out.
-    """
+    """Reject a job that cannot be generated or written, as far as the model's JSON files tell, in one sentence."""
     check_content(job, model, devices)
     check_folder(job.out)
     if devices > 1:
@@ -176,14 +172,13 @@ def check_content(job: PictureJob, model: ModelInfo, devices: int) -> None:
     _check_video(job, model)
     if job.size is not None:
         model.check_size(*job.size)
-    _check_pixels(job, job.size or model.default_size)
+    if (size := job.size or model.default_size) is not None:
+        _check_pixels(job, size)
     if not isinstance(job.config, str):
         check_config(job.config, model, devices, job.size, job.frames or 1)
 
 
-def _check_pixels(job: PictureJob, size: tuple[int, int] | None) -> None:
-    if size is None:
-        return
+def _check_pixels(job: PictureJob, size: tuple[int, int]) -> None:
     pixels, together = size[0] * size[1] * (job.frames or 1), min(job.n, job.per_call)
     most = MOST_PIXELS if job.frames is None else MOST_VIDEO_PIXELS
     if pixels * together > most:
@@ -234,11 +229,10 @@ def _check_input_frames(job: PictureJob, model: ModelInfo, file: InputFile) -> N
     if job.frames is not None and count < job.frames:
         why = "{video} {!r} has {} frames, fewer than {frames} {}"
         raise FieldError("video", why, file.path, count, job.frames)
-    if job.frames is None:
-        try:
-            model.check_frames(count)
-        except InputError as error:
-            raise FieldError("video", "{video} {!r}: {}, as {frames}", file.path, error) from None
+    try:
+        model.check_frames(count)
+    except InputError as error:
+        raise FieldError("video", "{video} {!r}: {}, as {frames}", file.path, error) from None
 
 
 def makes_videos(pipeline: str) -> bool | None:

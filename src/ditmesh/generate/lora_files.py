@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -172,17 +172,23 @@ def read_lora(path: Path) -> LoraContent:
             names, metadata = list(tensors.keys()), tensors.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise InputError(f"is not a safetensors file ({reason_of(error)}); save it as one") from None
-    _check_names(names)
-    layers, others = _sorted_out(names)
+    layers, others = _layers_of(names)
     if not any("down" in layer.tensors for layer in layers):
         some = ", ".join(names[:3]) or "nothing"
         raise InputError(f"holds no LoRA (it has {some}); give the adapter's file")
     return LoraContent(path, layers, others, _settings(path, metadata), metadata.get(COMPONENT))
 
 
-def _check_names(names: list[str]) -> None:
+def _layers_of(names: list[str]) -> tuple[list[LoraLayer], list[str]]:
+    """Layers, and other tensors.
+
+    Raises:
+        InputError: there are too many tensors, names that no layer has, or half of a layer.
+    """
     if len(names) > MOST_TENSORS:
         raise InputError(f"has {len(names):,} tensors, and an adapter may have {MOST_TENSORS:,}; take another file")
+    layers: dict[str, LoraLayer] = {}
+    others = []
     for name in names:
         if len(name) > NAME_LENGTH or not _PLAIN.fullmatch(name):
             raise InputError(
@@ -192,20 +198,12 @@ def _check_names(names: list[str]) -> None:
         if _THIRD_MATRIX in name:
             # Its layer would be another one without it.
             raise InputError(f"holds a third matrix ({name}), which is not read; merge it into the model's weights")
-
-
-def _sorted_out(names: Iterable[str]) -> tuple[list[LoraLayer], list[str]]:
-    """Layers, and other tensors."""
-    layers: dict[str, LoraLayer] = {}
-    others = []
-    for name in names:
-        for kind, end in _ENDS.items():
-            if (match := end.search(name)) is not None:
-                layer = name[: match.start()]
-                layers.setdefault(layer, LoraLayer(layer, {})).tensors[kind] = name
-                break
-        else:
+        match, kind = next(((match, kind) for kind, end in _ENDS.items() if (match := end.search(name))), (None, ""))
+        if match is None:
             others.append(name)
+        else:
+            layer = name[: match.start()]
+            layers.setdefault(layer, LoraLayer(layer, {})).tensors[kind] = name
     for layer in layers.values():
         if ("down" in layer.tensors) != ("up" in layer.tensors):
             raise InputError(f"has one of the two matrices of {layer.name!r} alone; take a whole file")
@@ -232,11 +230,7 @@ def _settings(path: Path, metadata: Mapping[str, str]) -> dict[str, Strength]:
         return {}
     where = METADATA if beside is None else PEFT_SETTINGS
     try:
-        if beside is None:
-            text = metadata[METADATA].encode()
-        else:
-            with beside.open("rb") as file:
-                text = file.read(SETTINGS_BYTES + 1)
+        text = metadata[METADATA].encode() if beside is None else beside.read_bytes()
         if len(text) > SETTINGS_BYTES:
             raise InputError(f"has more than {SETTINGS_BYTES >> 20} MiB of settings in {where}; take another file")
         for key, value in dict(json.loads(text)).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log2
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,9 +31,12 @@ _ENCODERS = {
     "text_encoders.clip_g.transformer.": "text_encoder_2",
     "text_encoders.t5xxl.transformer.": "text_encoder_3",
 }
-NOT_THERE = "none of {}'s"
-NO_ENCODER = "of a text encoder into which diffusers loads no LoRA"
-TWICE = "given twice, under two names"
+# Reasons why layers or tensors of a file are left out.
+NOT_THERE = "of the {total} layers of {file} are none of {pipeline}'s"
+NO_ENCODER = "of the {total} layers of {file} are of a text encoder into which diffusers loads no LoRA"
+TWICE = "of the {total} layers of {file} are given twice, under two names"
+DIFFERENCE = "differences of weights in {file} are not read"
+OTHER = "other tensors of {file} are not read"
 
 
 @dataclass
@@ -43,41 +46,22 @@ class FittedLora:
     Attributes:
         weights: under diffusers' names, each layer with the scale 1; layers: the names of those that get them, by
             component.
-        left: the layers of the file that are left out, with the reason; total: how many the file has.
-        differences, others: names of tensors that are added to whole weights, and of further ones; neither are read.
+        left: the layers and tensors of the file that are left out, with the reason; total: how many layers it has.
     """
 
     weights: dict[str, Tensor]
     layers: dict[str, list[str]]
     left: dict[str, str]
     total: int
-    differences: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-
-    @property
-    def whole(self) -> bool:
-        """True if nothing of the file is left out."""
-        return not (self.left or self.differences or self.others)
 
     def note(self, pipeline: str, file: str) -> str | None:
         """What is left out, in words; None: nothing."""
         parts = []
         for reason in dict.fromkeys(self.left.values()):
             names = [name for name, why in self.left.items() if why == reason]
-            said = reason.format(pipeline)
-            parts.append(f"{len(names)} of the {self.total} layers of {file} are {said} ({_some(names)})")
-        if self.differences:
-            parts.append(
-                f"{len(self.differences)} differences of weights in {file} are not read ({_some(self.differences)})"
-            )
-        if self.others:
-            parts.append(f"{len(self.others)} other tensors of {file} are not read ({_some(self.others)})")
+            words = reason.format(total=self.total, file=file, pipeline=pipeline)
+            parts.append(f"{len(names)} {words} ({names[0]}{', …' if len(names) > 1 else ''})")
         return "; ".join(parts) or None
-
-
-def _some(names: Iterable[str]) -> str:
-    first, *others = names
-    return f"{first}, …" if others else first
 
 
 # --- by the names of layers ---------------------------------------------------------------------------------------
@@ -141,12 +125,13 @@ def fitted(pipe: Any, content: LoraContent, component: str) -> FittedLora:
             continue
         for kind, name in layer.tensors.items():
             if kind not in ("alpha", "diff", "diff_b"):
-                fitting.found.others.append(name)
+                fitting.lora.left[name] = OTHER
             elif kind != "alpha" and content.tensors[name].any():
                 # A difference of zeros changes nothing.
-                fitting.found.differences.append(name)
-    _complete(fitting.found.weights)
-    return fitting.found
+                fitting.lora.left[name] = DIFFERENCE
+    fitting.lora.left |= dict.fromkeys(content.others, OTHER)
+    _complete(fitting.lora.weights)
+    return fitting.lora
 
 
 class _Fitting:
@@ -157,8 +142,7 @@ class _Fitting:
         self._settings, self._tensors = content.settings, content.tensors
         self._loadable = getattr(type(pipe), "_lora_loadable_modules", None) or ("transformer",)
         self._names: dict[str, _Names] = {}
-        total = sum("down" in layer.tensors for layer in content.layers)
-        self.found = FittedLora({}, {}, {}, total, others=list(content.others))
+        self.lora = FittedLora({}, {}, {}, sum("down" in layer.tensors for layer in content.layers))
 
     def add(self, layer: LoraLayer) -> None:
         """Add a layer of the file, or the reason why it is left out."""
@@ -166,23 +150,22 @@ class _Fitting:
         component = self._component if part == "transformer" else part
         model = getattr(self._pipe, component, None)
         if part != "transformer" and (part not in self._loadable or model is None):
-            self.found.left[layer.name] = NO_ENCODER
+            self.lora.left[layer.name] = NO_ENCODER
             return
         if model is not None and component not in self._names:
             self._names[component] = _Names(model)
         names = self._names.get(component)
         place = next((place for rest in rests if names and (place := names.find(rest)) is not None), None)
         if names is None or place is None:
-            self.found.left[layer.name] = NOT_THERE
-        elif not set(place.parts).isdisjoint(self.found.layers.get(component, ())):
-            self.found.left[layer.name] = TWICE
+            self.lora.left[layer.name] = NOT_THERE
+        elif not set(place.parts).isdisjoint(self.lora.layers.get(component, ())):
+            self.lora.left[layer.name] = TWICE
         else:
             settings = self._settings.get(part)
             if settings is None and "alpha" not in layer.tensors:
                 settings = self._settings.get("")
-            rows = self._rows(layer, place, settings)
-            self._check_size(layer, names, place, rows)
-            self._cut(part, component, names, place, rows)
+            self._put(f"{part}.", names, layer, place, self._rows(layer, place, settings))
+            self.lora.layers.setdefault(component, []).extend(place.parts)
 
     def _rows(self, layer: LoraLayer, place: OriginalLayer, settings: Strength | None) -> dict[str, Tensor]:
         """The tensors of a layer, with the scale in them."""
@@ -198,7 +181,7 @@ class _Fitting:
         elif "diff_b" in tensors:
             rows["lora_B.bias"] = tensors["diff_b"]
         if "diff" in tensors and tensors["diff"].any():
-            self.found.differences.append(layer.tensors["diff"])
+            self.lora.left[layer.tensors["diff"]] = DIFFERENCE
         magnitude = tensors.get("magnitude", tensors.get("dora_scale"))
         if settings is not None and settings.use_dora and magnitude is None:
             raise InputError(f"is a DoRA by its settings and has no magnitudes of {layer.name!r}; take a whole file")
@@ -211,13 +194,16 @@ class _Fitting:
             rows["lora_magnitude_vector"] = magnitude.flatten()
         return rows
 
-    def _check_size(self, layer: LoraLayer, names: _Names, place: OriginalLayer, rows: Mapping[str, Tensor]) -> None:
+    def _put(
+        self, start: str, names: _Names, layer: LoraLayer, place: OriginalLayer, rows: Mapping[str, Tensor]
+    ) -> None:
+        """Give the pipeline's layers their rows of the tensors, under names with this start."""
+        import torch
+
         sizes = [names.size(path) for path in place.parts]
-        shapes = [size for size in sizes if size is not None]
-        if len(shapes) < len(sizes):
-            return
         given = rows["lora_A.weight"].shape[1], rows["lora_B.weight"].shape[0]
-        wanted = shapes[0][0], sum(outputs for _, outputs in shapes)
+        lengths = [given[1] if size is None else size[1] for size in sizes]
+        wanted = given if None in sizes else (sizes[0][0], sum(lengths))  # type: ignore[index]
         # diffusers widens FLUX's first layer for the LoRA of a control image.
         widened = hasattr(self._pipe, "_maybe_expand_transformer_param_shape_or_error_") and given[1] == wanted[1]
         if given != wanted and not widened:
@@ -225,12 +211,6 @@ class _Fitting:
                 f"has {layer.name!r} for {given[0]} inputs and {given[1]} outputs, and that of "
                 f"{type(names.model).__name__} has {wanted[0]} and {wanted[1]}; take a LoRA of this model"
             )
-
-    def _cut(self, part: str, component: str, names: _Names, place: OriginalLayer, rows: Mapping[str, Tensor]) -> None:
-        """Give the pipeline's layers their rows of the tensors."""
-        import torch
-
-        lengths = [size[1] if (size := names.size(path)) else len(rows["lora_B.weight"]) for path in place.parts]
         for kind, tensor in rows.items():
             if kind == "lora_A.weight":
                 # Layers that share a matrix in the file have one each: adapters may be changed in place.
@@ -239,8 +219,7 @@ class _Fitting:
                 whole = torch.cat(tensor.chunk(2)[::-1]) if place.swapped else tensor
                 pieces = [piece.contiguous() for piece in whole.split(lengths)]
             for path, piece in zip(place.parts, pieces, strict=True):
-                self.found.weights[f"{part}.{path}.{kind}"] = piece
-        self.found.layers.setdefault(component, []).extend(place.parts)
+                self.lora.weights[f"{start}{path}.{kind}"] = piece
 
 
 def _computable(tensor: Tensor) -> Tensor:

@@ -41,17 +41,7 @@ _TWO_STREAMS: Rows = (
     ("final_layer.linear", "proj_out"),
     ("final_layer.adaLN_modulation.1", "~norm_out.linear"),
 )
-_FLUX: Rows = (
-    *_TWO_STREAMS,
-    ("txt_in", "context_embedder"),
-    # The names of XLabs.
-    ("double_blocks.*.processor.qkv_lora1", "transformer_blocks.*.attn. to_q to_k to_v"),
-    ("double_blocks.*.processor.qkv_lora2", "transformer_blocks.*.attn. add_q_proj add_k_proj add_v_proj"),
-    ("double_blocks.*.processor.proj_lora1", "transformer_blocks.*.attn.to_out.0"),
-    ("double_blocks.*.processor.proj_lora2", "transformer_blocks.*.attn.to_add_out"),
-    ("single_blocks.*.processor.qkv_lora", "single_transformer_blocks.*.attn. to_q to_k to_v"),
-    ("single_blocks.*.processor.proj_lora", "single_transformer_blocks.*.proj_out"),
-)
+_FLUX: Rows = (*_TWO_STREAMS, ("txt_in", "context_embedder"))
 _FLUX2: Rows = (
     *_FLUX_BLOCKS,
     ("double_blocks.*.img_mlp.0", "transformer_blocks.*.ff.linear_in"),
@@ -151,23 +141,6 @@ _LTX: Rows = (
     ("adaln_single.emb.timestep_embedder.linear_1", "time_embed.emb.timestep_embedder.linear_1"),
     ("adaln_single.emb.timestep_embedder.linear_2", "time_embed.emb.timestep_embedder.linear_2"),
 )
-_LUMINA2: Rows = (
-    *(
-        (f"{blocks}.*.{theirs}", f"{blocks}.*.{own}")
-        for blocks in ("layers", "noise_refiner", "context_refiner")
-        for theirs, own in (
-            ("attention.qkv", "attn. to_q to_k to_v"),
-            ("attention.out", "attn.to_out.0"),
-            *((f"feed_forward.w{number}", f"feed_forward.linear_{number}") for number in (1, 2, 3)),
-            ("adaLN_modulation.1", "norm1.linear"),
-        )
-    ),
-    ("cap_embedder.1", "time_caption_embed.caption_embedder.1"),
-    ("t_embedder.mlp.0", "time_caption_embed.timestep_embedder.linear_1"),
-    ("t_embedder.mlp.2", "time_caption_embed.timestep_embedder.linear_2"),
-    ("final_layer.adaLN_modulation.1", "norm_out.linear_1"),
-    ("final_layer.linear", "norm_out.linear_2"),
-)
 _Z_IMAGE: Rows = (
     *(
         (f"{blocks}.*.attention.{theirs}", f"{blocks}.*.attention.{own}")
@@ -184,7 +157,6 @@ _TABLES: dict[str, Rows] = {
     "FluxTransformer2DModel": _FLUX,
     "HunyuanVideoTransformer3DModel": _HUNYUAN_VIDEO,
     "LTXVideoTransformer3DModel": _LTX,
-    "Lumina2Transformer2DModel": _LUMINA2,
     "SD3Transformer2DModel": _SD3,
     "WanTransformer3DModel": _WAN,
     "ZImageTransformer2DModel": _Z_IMAGE,

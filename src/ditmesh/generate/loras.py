@@ -33,7 +33,7 @@ def load_lora(pipe: Any, file: Path, name: str, component: str | None = None) ->
     """Load an adapter of a safetensors file into a pipeline and make it active, each layer with the scale 1.
 
     Names of any trainer and strengths are read here, since diffusers leaves out what it does not know of a file.
-    Returns a note on the parts of the file that are left out; None: all are in the pipeline.
+    Returns a note on what is left out; None: nothing is.
 
     Args:
         name: of the adapter in the pipeline.
@@ -49,7 +49,7 @@ def load_lora(pipe: Any, file: Path, name: str, component: str | None = None) ->
     if component != "transformer" and getattr(pipe, component, None) is None:
         raise InputError(f"is for the {component} of a pipeline with two, and {type(pipe).__name__} has none")
     adapter = fitted(pipe, content, component)
-    if not adapter.whole:
+    if adapter.left:
         # diffusers knows more families' names.
         adapter = as_diffusers_reads(pipe, content) or adapter
     if not adapter.weights:

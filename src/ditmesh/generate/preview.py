@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -82,34 +81,25 @@ def latent_colours(pipe: Any) -> LatentColours | None:
     if vae is None or not channels:
         return None
     try:
-        scale = getattr(pipe, "vae_scale_factor", getattr(pipe, "vae_spatial_compression_ratio", 8))
         # Of an offloaded VAE the weights are elsewhere until it is called.
-        device = getattr(pipe, "_execution_device", None) or next(vae.parameters()).device
-        return _fitted(vae, config, channels, scale, device)
+        weight = next(vae.parameters())
+        device = getattr(pipe, "_execution_device", None) or weight.device
+        latents = torch.randn(SAMPLES, channels, generator=torch.Generator().manual_seed(0))
+        mean, deviation = config.get("latents_mean"), config.get("latents_std")
+        if mean is not None and deviation is not None:
+            plain = latents * torch.tensor(deviation).flatten() + torch.tensor(mean).flatten()
+        else:
+            plain = latents / (config.get("scaling_factor") or 1.0) + (config.get("shift_factor") or 0.0)
+        frames = [1] * any(isinstance(part, torch.nn.Conv3d) for part in vae.modules())
+        plain = plain.reshape(SAMPLES, channels, *frames, 1, 1).expand(-1, -1, *frames, SIDE, SIDE)
+        with torch.no_grad():
+            parts = plain.to(device, weight.dtype).split(8)
+            shown = torch.cat([vae.decode(part, return_dict=False)[0].float().cpu() for part in parts])
+        colours = shown.flatten(2).mean(dim=2)[:, :3] / 2 + 0.5
+        factors = torch.linalg.lstsq(torch.cat([latents, torch.ones(SAMPLES, 1)], dim=1), colours).solution
+        scale = getattr(pipe, "vae_scale_factor", getattr(pipe, "vae_spatial_compression_ratio", 8))
+        return LatentColours(factors, scale) if factors.shape[1] == 3 and factors.isfinite().all() else None
     except Exception as error:
         # Previews are not worth a pipeline that cannot be loaded.
         log.warning("there are no previews: %s cannot be looked at (%s)", type(vae).__name__, error)
         return None
-
-
-def _fitted(
-    vae: Any, config: Mapping[str, Any], channels: int, scale: int, device: torch.device
-) -> LatentColours | None:
-    dtype = next(vae.parameters()).dtype
-    mean, deviation = config.get("latents_mean"), config.get("latents_std")
-    latents = torch.randn(SAMPLES, channels, generator=torch.Generator().manual_seed(0))
-    if mean is not None and deviation is not None:
-        decoded = latents * torch.tensor(deviation).flatten() + torch.tensor(mean).flatten()
-    else:
-        decoded = latents / (config.get("scaling_factor") or 1.0) + (config.get("shift_factor") or 0.0)
-    video = any(isinstance(part, torch.nn.Conv3d) for part in vae.modules())
-    plain = decoded.reshape(SAMPLES, channels, *[1] * (3 if video else 2)).expand(-1, -1, *[1] * video, SIDE, SIDE)
-    with torch.no_grad():
-        parts = plain.to(device, dtype).split(8)
-        shown = torch.cat([vae.decode(part, return_dict=False)[0].float().cpu() for part in parts])
-    colours = shown.flatten(2).mean(dim=2)[:, :3] / 2 + 0.5
-    if colours.shape[1] != 3 or not colours.isfinite().all():
-        return None
-    given = torch.cat([latents, torch.ones(SAMPLES, 1)], dim=1)
-    factors = torch.linalg.lstsq(given, colours).solution
-    return LatentColours(factors, scale)

@@ -12,13 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from ..core.files import free_names, written_whole
 from ..errors import InputError, reason_of
 from ..media.images import MOST_PIXELS
 from ..media.videos import MOST_VIDEO_PIXELS
-from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count, added_fields
+from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count
 from .files import InputFile
 from .outputs import PipelineOutput, VideoFrames
 from .video import FPS, is_video, metadata_of, write_mp4
@@ -38,13 +38,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Offload = Literal["none", "model", "group", "sequential"]
 
 
-if TYPE_CHECKING:
-    AddedFields = BaseModel
-else:
-    AddedFields = create_model("AddedFields", **added_fields())
-
-
-class Receipt(AddedFields):
+class Receipt(BaseModel):
     """The record of how one image or video was generated.
 
     Attributes:
@@ -55,8 +49,7 @@ class Receipt(AddedFields):
         label: number of the class, for class-conditional models.
         together, place: images of one call of the pipeline, and the number of this one among them, from 0: matrix
             kernels may round a row otherwise in a batch of another size.
-        weights_digest: of all weights, adapters included (`digests.weights_fingerprint`); None in receipts from before
-            0.1.0, as may be the environment.
+        weights_digest: of all weights, adapters included (`digests.weights_fingerprint`); None: unknown.
         environment: what else decides the last bits, by name (`hardware.environment`).
         frames_digest: of a video's frames before they were compressed (`video.frames_digest`).
         cut: tokens of a prompt that a tokenizer left out, a sentence; None: there are none.
@@ -126,9 +119,9 @@ def _written(path: str | Path, replace: bool) -> Iterator[Path]:
     try:
         with written_whole(path, replace) as temporary:
             yield temporary
-    except FileExistsError:
-        raise
     except OSError as error:
+        if isinstance(error, FileExistsError):
+            raise
         raise InputError(f"cannot write {str(path)!r} ({reason_of(error)}); choose another folder") from error
 
 

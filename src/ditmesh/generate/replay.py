@@ -13,7 +13,7 @@ from .. import zoo
 from ..config import ParallelConfig, setting
 from ..errors import ConfigError, InputError
 from ..quality import metrics
-from ..request import PictureRequest, added_fields, request_fields
+from ..request import PictureRequest
 from .files import find_input_file
 from .job import PictureJob, job_for
 from .model_info import ModelInfo, cached, find_model, is_hub_id, parameters_of
@@ -22,8 +22,6 @@ from .video import is_video, read_frames
 
 # Settings that images hold under another name: receipts outlive names.
 _RECORDED_AS = {"weights": "speeds"}
-# Compressions of earlier versions: one that has another name now, and those that are gone.
-_COMPRESSIONS, _GONE = {"residual4": "int4"}, ("int4", "residual2", "residual1.6", "residual1")
 
 
 @dataclass(frozen=True)
@@ -91,18 +89,13 @@ def receipt_config(receipt: Receipt) -> ParallelConfig:
         ConfigError: it holds a setting that this version does not know.
     """
     settings = {_RECORDED_AS.get(name, name): value for name, value in receipt.config.items()}
-    if settings.get("exchange") == "displaced" and settings.get("predict") is None:
+    stale = settings.get("exchange") == "displaced" or settings.get("pipe", 1) > 1 or bool(settings.get("patches"))
+    if settings.get("predict") is None and stale and not settings.get("reproducible"):
         # Of a version that did not move keys on by itself, and whose int4 was another code.
         compress = settings.get("compress")
-        if compress in _GONE:
-            raise ConfigError(
-                f"compress={compress!r} of this receipt is a code that is gone; give another configuration, --config "
-                '"..."'
-            )
-        settings |= {"predict": "none", "compress": _COMPRESSIONS.get(str(compress), compress)}
-    elif settings.get("predict") is None and not settings.get("reproducible"):
-        # Nor keys of patches that are still to come.
-        settings["predict"] = "none" if settings.get("pipe", 1) > 1 or settings.get("patches") else None
+        if compress == "int4":
+            raise ConfigError(f'{compress=} of this receipt is a code that is gone; give another one, --config "..."')
+        settings |= {"predict": "none", "compress": "int4" if compress == "residual4" else compress}
     return ParallelConfig.read(settings)
 
 
@@ -124,7 +117,7 @@ def job_of(
     parameters = parameters_of(model.pipeline_class)
     unguided = bool(parameters) and "guidance_scale" not in parameters
     alone = drawn_alone(receipt, config)
-    asked = {name: getattr(receipt, name) for name, field in request_fields().items() if field.spelt is not None}
+    asked = {name: getattr(receipt, name) for name in PictureRequest.model_fields if name != "n"}
     asked |= {"n": 1 if alone else receipt.together, "seed": receipt.seed if alone else receipt.seed - receipt.place}
     if unguided:
         # A pipeline that takes none has got none: receipts name 0 then.
@@ -175,8 +168,7 @@ def compare_replay(old: np.ndarray, new: np.ndarray, was: Receipt, now: Receipt)
     changes = tuple(changes_of(was, now))
     promised = (
         receipt_config(was).reproducible
-        and was.environment is not None
-        and was.weights_digest is not None
+        and None not in (was.environment, was.weights_digest)
         and not any(change.decides for change in changes)
     )
     if old.shape != new.shape:
@@ -198,21 +190,16 @@ def changes_of(was: Receipt, now: Receipt) -> list[Change]:
     def text_of(value: Any) -> str:
         return "unknown" if value is None else str(value)
 
-    # Receipts from before 0.1.0 have fewer fields; the missing ones may have changed.
     weights = was.weights_digest, now.weights_digest
     compare("weights", *weights, text=text_of)
-    before, after = was.environment, now.environment or {}
-    if before is None:
-        before = {**was.versions, "device": was.device}
-        after = {name: value for name, value in after.items() if name in before}
-        changes.append(Change("environment", "not in the receipt", "known", True))
+    before, after = was.environment or {}, now.environment or {}
     for name in dict.fromkeys([*before, *after]):
         compare(name, before.get(name), after.get(name), text=text_of)
     compare("model", Path(was.model).name, Path(now.model).name, False)
     for name in ("pipeline", "dtype", "scheduler"):
         compare(name, getattr(was, name), getattr(now, name), text=text_of)
     texts = ("prompt", "negative_prompt", "label", "seed", "steps", "guidance", "strength", "max_sequence_length")
-    for name in (*texts, *added_fields()):
+    for name in texts:
         compare(name.replace("_", " "), getattr(was, name), getattr(now, name), text=repr)
     # Their paths may be others.
     used, given = (

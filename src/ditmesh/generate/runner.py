@@ -7,21 +7,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pickle import UnpicklingError
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._version import library_versions
-from ..errors import InputError, shortened
+from ..errors import InputError
 from ..launch import MessageSink
 from ..launch.hardware import environment
 from ..launch.log_filter import hide_chatter
-from ..request import request_fields
+from ..request import PictureRequest
 from .arguments import CALLBACK, RATES, call_arguments, call_parameters, check_call, denoising_steps
 from .cut_prompts import CutPrompts
 from .files import load_adapters, load_controlnet, pictures_of, pipeline_for
 from .job import PictureCall, PictureJob, UserNote
-from .model_info import ModelInfo, find_model
+from .model_info import find_model
 from .outputs import PipelineOutput, VideoFrames, outputs_of
 from .receipt import Receipt
 from .schedulers import scheduler_named
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
     from ..comm.mesh import Mesh
     from ..config import ParallelConfig
-    from ..memory.sizes import Workload
-    from ..recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -152,14 +149,11 @@ class PipelineRunner:
         quieten()
         name = pipeline_for(job.pipeline_class, job.files, job.strength)
         kind = getattr(diffusers, name, None)
-        # The class of a pipeline with custom code is known only after loading.
         if checked and isinstance(kind, type):
             check_call(job, name, call_parameters(kind))
         other = kind if name != job.pipeline_class else None
         parts = load_controlnet(job.files, dtype_option(getattr(torch, job.dtype)))
         pipe = load_pipeline(job.model, job.name, job.dtype, None, job.variant, other, mesh, together, **parts)
-        if checked:
-            check_call(job, type(pipe).__name__, call_parameters(pipe))
         with whole_shapes(pipe, mesh) if mesh is not None else contextlib.nullcontext():
             notes = load_adapters(pipe, job.files)
         if job.scheduler is not None:
@@ -171,10 +165,9 @@ class PipelineRunner:
         runner.notes = notes
         return runner
 
-    def parallelize(self, job: PictureJob, mesh: Mesh | None, recipe: Recipe | None = None) -> None:
+    def parallelize(self, job: PictureJob, mesh: Mesh | None) -> None:
         """Make the pipeline run on all ranks as the job says, offloaded if it says so; no mesh for ``"auto"``."""
         from ..engine import configuration_for, engine_of, parallelize
-        from ..recipe import RECIPE
         from .loading import ahead_stays
         from .offload import offload
 
@@ -184,7 +177,7 @@ class PipelineRunner:
                 offload(self.pipe, job.offload, self.device)
         if isinstance(config, str):
             config = configuration_for(self.pipe, guidance=guidance)
-        parallelize(self.pipe, config, mesh=mesh, timeout=job.timeout, recipe=recipe or RECIPE)
+        parallelize(self.pipe, config, mesh=mesh, timeout=job.timeout)
         config = engine_of(self.pipe).config
         if config.inputs == "per-data-rank":
             # What a call runs on is its group.
@@ -266,7 +259,7 @@ class PipelineRunner:
     def receipt(self, prepared: Prepared, place: int, made: PipelineOutput, **facts: Any) -> Receipt:
         """The receipt of a call's image or video number ``place``; ``facts``: fields that count before `facts`."""
         job, call, arguments = prepared.job, prepared.call, prepared.arguments
-        asked = {name: getattr(job, name) for name, field in request_fields().items() if field.spelt is not None}
+        asked = {name: getattr(job, name) for name in PictureRequest.model_fields if name != "n"}
         first = made.frames[0]
         asked |= {
             "prompt": prepared.prompt,
@@ -316,22 +309,10 @@ def load_pipeline(
 
     from .loading import read_pipeline
 
-    try:
-        pipe = read_pipeline(
-            find_model(model), None, mesh, getattr(torch, dtype), variant, kind, together, **components
-        )
-    except (MemoryError, InputError):
-        raise
-    except Exception as error:
-        # Untrusted files can raise any exception.
-        reason = shortened(error, 400)
-        if isinstance(error, UnpicklingError):
-            reason = "a file of weights is a pickled program and not only tensors, and is not run"
-        elif not isinstance(error, (OSError, ValueError, ImportError)):
-            reason = f"{type(error).__name__}: {reason}"
-        raise InputError(
-            f"model {name!r} cannot be loaded ({reason}); check its files, or save the pipeline again"
-        ) from error
+    info = find_model(model)
+    # Messages name a folder as the user did.
+    info = replace(info, name=name) if info.local else info
+    pipe = read_pipeline(info, None, mesh, getattr(torch, dtype), variant, kind, together, **components)
     if device is not None:
         pipe.to(device)
     pipe.set_progress_bar_config(disable=True)
@@ -342,10 +323,9 @@ def share_of(job: PictureJob, mesh: Mesh | None) -> tuple[Mesh | None, str | Non
     """The mesh if ranks can read only their share of the transformers; otherwise the reason why they cannot."""
     from .loading import partial_read_refusal
 
-    if mesh is None or not mesh.config.cuts_weights:
-        return None, None
-    why = partial_read_refusal(find_model(job.model), job.variant)
-    return (mesh, None) if why is None else (None, why)
+    cut = mesh is not None and mesh.config.cuts_weights
+    why = partial_read_refusal(find_model(job.model), job.variant) if cut else None
+    return (mesh, None) if cut and why is None else (None, why)
 
 
 def receipt_facts(
@@ -386,15 +366,6 @@ def rank_of_process() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def job_workload(job: PictureJob, info: ModelInfo) -> Workload:
-    """The sizes of the largest call of a job."""
-    from ..memory.sizes import workload_of
-
-    guided = None if job.guidance is None or job.guidance > 1 else False
-    images = max(job.call(number).images for number in range(job.calls))
-    return workload_of(info, job.size, job.max_sequence_length, images, guided, job.frames)
-
-
 def fitting_job(job: PictureJob, device: torch.device, side_by_side: bool = False) -> tuple[PictureJob, str | None]:
     """The job with the configuration of ``"auto"``, and what to say about it. Every rank calls this alike.
 
@@ -409,6 +380,7 @@ def fitting_job(job: PictureJob, device: torch.device, side_by_side: bool = Fals
     import torch
 
     from ..memory.check import check_memory, choose_for_ranks
+    from ..memory.sizes import workload_of
 
     if not isinstance(job.config, str) and side_by_side:
         job = job.changed(config=job.config.for_calls(job.call(0).images, job.calls))
@@ -416,7 +388,12 @@ def fitting_job(job: PictureJob, device: torch.device, side_by_side: bool = Fals
         return job, None
     quieten()
     info, dtype, offloaded, note = find_model(job.model), getattr(torch, job.dtype), job.offload != "none", None
-    workload = job_workload(job, info)
+    guided = None if job.guidance is None else job.guidance > 1
+    # The largest call.
+    images = max(job.call(number).images for number in range(job.calls))
+    workload = workload_of(
+        info, job.size, job.max_sequence_length, images, False if guided is False else None, job.frames
+    )
     if isinstance(job.config, str):
         choice = choose_for_ranks(
             info,
@@ -426,7 +403,7 @@ def fitting_job(job: PictureJob, device: torch.device, side_by_side: bool = Fals
             job.memory_limit,
             memory=job.check_memory,
             offloaded=offloaded,
-            guidance=None if job.guidance is None else job.guidance > 1,
+            guidance=guided,
             calls=job.calls if side_by_side else 1,
         )
         if choice is None:

@@ -42,11 +42,8 @@ def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
         more = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
         return kind.from_config(plain, **more)
     fitting = FLOW_SCHEDULERS + FLOW_BY_SETTING if flows else NOISE + FLOW_BY_SETTING
-    if own in FLOW_SCHEDULERS:
-        related = name in FLOW_SCHEDULERS
-    else:
-        declared = getattr(getattr(diffusers, own, None), "_get_compatibles", list)()
-        related = name in {other.__name__ for other in declared}
+    declared = getattr(getattr(diffusers, own, None), "_get_compatibles", list)()
+    related = name in (FLOW_SCHEDULERS if own in FLOW_SCHEDULERS else [other.__name__ for other in declared])
     if name not in fitting or not related:
         others = [other for other in fitting if other != own]
         what = "a flow" if flows else "noise"

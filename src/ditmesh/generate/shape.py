@@ -34,7 +34,8 @@ def input_size(model: ModelInfo, files: Sequence[InputFile], strength: float | N
 
 def check_mask_shape(image: tuple[int, int], mask: tuple[int, int]) -> None:
     """Reject a mask of another shape than its image; one of the same shape and another size is scaled."""
-    if not _alike(mask, image):
+    small, large = sorted((mask, image))
+    if abs(small[0] * large[1] / large[0] - small[1]) > 1:
         raise InputError(
             f"the mask has {mask[0]}x{mask[1]} pixels and the image {image[0]}x{image[1]}, which is another shape; "
             "give a mask of the image's size"
@@ -59,15 +60,9 @@ def stretched(pictures: Mapping[str, Any], size: tuple[int, int], step: int) -> 
     return None
 
 
-def _alike(small: tuple[int, int], large: tuple[int, int]) -> bool:
-    small, large = sorted((small, large))
-    return abs(small[0] * large[1] / large[0] - small[1]) <= 1
-
-
 def _usual_pixels(model: ModelInfo, files: Sequence[InputFile], strength: float | None) -> int:
     if model.default_size is not None:
         return model.default_size[0] * model.default_size[1]
     parameters = parameters_of(pipeline_for(model.pipeline_class, files, strength))
-    sides = [getattr(parameters.get(name), "default", None) for name in ("width", "height")]
-    width, height = sides
+    width, height = (getattr(parameters.get(name), "default", None) for name in ("width", "height"))
     return width * height if isinstance(width, int) and isinstance(height, int) else USUAL_PIXELS

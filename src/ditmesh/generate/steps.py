@@ -61,11 +61,7 @@ class SchedulerStep:
 
 
 class StepEvents:
-    """Tells a listener of every step of a scheduler, until `undo`.
-
-    Args:
-        seen: takes the step. Its exceptions leave the pipeline's call.
-    """
+    """Tells a listener, ``seen``, of every step of a scheduler, until `undo`; its exceptions leave the call."""
 
     def __init__(self, scheduler: Any, seen: Callable[[SchedulerStep], None]) -> None:
         signature = inspect.signature(scheduler.step)

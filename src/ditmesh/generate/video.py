@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from fractions import Fraction
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,24 +52,6 @@ def write_mp4(frames: Sequence[Image], path: str | Path, fps: float, metadata: d
             frame.pts, frame.time_base = number, 1 / rate
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
-
-
-def copy_mp4(content: bytes, path: str | Path, name: str, metadata: dict[str, str]) -> None:
-    """Copy a video with other metadata; its frames stay as they are compressed. Errors as of `write_mp4`."""
-    check_video_library()
-    import av
-
-    with (
-        open_container(BytesIO(content), name) as read,
-        av.open(str(path), "w", format="mp4", options=_OPTIONS) as container,
-    ):
-        container.metadata.update(metadata)
-        stream = container.add_stream_from_template(read.streams.video[0])
-        for packet in read.demux(video=0):
-            # The last packet is empty and marks the end.
-            if packet.dts is not None:
-                packet.stream = stream
-                container.mux(packet)
 
 
 def metadata_of(path: str | Path) -> dict[str, str]:

@@ -3,9 +3,8 @@
 What a file has besides its samples decides what is seen, and each is followed here:
 
 * **Upright**: the orientation in EXIF or XMP is applied, also to the size that is read from the file's head alone.
-* **Range**: integers of 16 bits (also 16-bit values that a format keeps in 32) are scaled from 0..65535, of 12 bits
-  from 0..4095; floats from 0..1. Samples of 32 bits outside of these ranges, or that could be of 8 bits, have no range
-  that could be known and are refused.
+* **Range**: integers of 16 bits are scaled from 0..65535, of 12 bits from 0..4095. Samples of 32 bits have no range
+  that could be known and are refused, and so is CIELAB.
 * **Transparency**: alpha, palettes with alpha and colour keys are laid over white.
 * **Colour**: an embedded ICC profile is converted to sRGB (ICC.1:2022; by LittleCMS). One that is broken or is of
   another kind of image is ignored with a warning, as viewers do.
@@ -125,7 +124,7 @@ def as_mask(image: Image, name: str) -> Image:
     colour, alpha = _parts(_eight_bits(_upright(image, name), name))
     least = 255 if alpha is None else alpha.getextrema()[0]
     if alpha is None or least == 255:
-        return colour.convert("L") if colour.mode != "LAB" else _in_srgb(colour, None, name).convert("L")
+        return colour.convert("L")
     if least:
         raise InputError(
             f"{name} has pixels that are partly transparent and none that is transparent throughout; save the mask "
@@ -186,23 +185,12 @@ def _orientation(image: Image, name: str) -> int:
 
 
 def _upright(image: Image, name: str) -> Image:
-    from PIL.Image import Transpose
+    from PIL import ImageOps
 
-    # By orientation, from 2 on.
-    ways = (
-        Transpose.FLIP_LEFT_RIGHT,
-        Transpose.ROTATE_180,
-        Transpose.FLIP_TOP_BOTTOM,
-        Transpose.TRANSPOSE,
-        Transpose.ROTATE_270,
-        Transpose.TRANSVERSE,
-        Transpose.ROTATE_90,
-    )
-    number = _orientation(image, name)
-    if number == 1:
+    if _orientation(image, name) == 1:
         return image
-    turned = image.transpose(ways[number - 2])
-    turned.info, turned.format = image.info, image.format
+    turned = ImageOps.exif_transpose(image)
+    turned.format = image.format
     return turned
 
 
@@ -214,35 +202,23 @@ def _eight_bits(image: Image, name: str) -> Image:
     import numpy as np
     import PIL.Image
 
+    # Of some formats Pillow holds 16 bits in 32.
+    if image.mode in ("F", "LAB") or (image.mode == "I" and image.format not in ("PNG", "PPM", "JPEG2000")):
+        what = "colours in CIELAB" if image.mode == "LAB" else "samples of 32 bits, of a range that cannot be known"
+        raise InputError(f"{name} has {what}; save the image as RGB with 8 or 16 bits")
     key = image.info.get("transparency")
     if image.mode == "RGB" and isinstance(key, tuple) and max(key) > 255:
         # The key of a PNG of 16 bits; Pillow has cut its samples to their upper 8.
         image = image.copy()
         image.info["transparency"] = tuple(value >> 8 for value in key)
-    if not (image.mode.startswith("I") or image.mode == "F"):
+    if not image.mode.startswith("I"):
         return image
     values = np.asarray(image)
-    if image.mode == "F":
-        if not np.isfinite(values).all() or values.min() < 0 or values.max() > 1:
-            raise InputError(
-                f"{name} has float samples from {values.min():g} to {values.max():g}, and 0 to 1 is read; scale them "
-                "and save the image again"
-            )
-        levels = np.floor(values * 255 + 0.5)
-    else:
-        least, most = int(values.min()), int(values.max())
-        # In these formats Pillow's 32 bits hold 16.
-        stated = image.mode != "I" or image.format in ("PNG", "PPM", "JPEG2000")
-        if least < 0 or most > 65535 or (not stated and 0 < most <= 255):
-            raise InputError(
-                f"{name} has integer samples of 32 bits from {least} to {most} of a range that cannot be known (0 to "
-                "65535 is read); save the image with 8 or 16 bits"
-            )
-        tags: Any = getattr(image, "tag_v2", {})
-        top = 4095 if 12 in tags.get(_BITS_PER_SAMPLE, ()) else 65535
-        levels = (values.astype(np.int64) * 255 + top // 2) // top
-        # Pillow inverts samples of 8 bits by itself.
-        levels = 255 - levels if image.mode != "I" and tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else levels
+    tags: Any = getattr(image, "tag_v2", {})
+    top = 4095 if 12 in tags.get(_BITS_PER_SAMPLE, ()) else 65535
+    levels = (values.astype(np.int64) * 255 + top // 2) // top
+    # Pillow inverts samples of 8 bits by itself.
+    levels = 255 - levels if image.mode != "I" and tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else levels
     grey = PIL.Image.fromarray(levels.clip(0, 255).astype(np.uint8))
     if isinstance(key, int):
         grey.putalpha(PIL.Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8)))
@@ -250,11 +226,11 @@ def _eight_bits(image: Image, name: str) -> Image:
 
 
 def _parts(image: Image) -> tuple[Image, Image | None]:
-    """Colours (L, RGB, CMYK or LAB) and alpha (L) of an image of 8 bits; None: it is opaque."""
+    """Colours (L, RGB or CMYK) and alpha (L) of an image of 8 bits; None: it is opaque."""
     if image.has_transparency_data:
         whole = image.convert("LA" if image.mode in ("1", "L", "LA", "La") else "RGBA")
         return whole.convert(whole.mode[:-1]), whole.getchannel("A")
-    if image.mode in ("L", "RGB", "CMYK", "LAB"):
+    if image.mode in ("L", "RGB", "CMYK"):
         return image, None
     return image.convert("L" if image.mode == "1" else "RGB"), None
 
@@ -262,11 +238,11 @@ def _parts(image: Image) -> tuple[Image, Image | None]:
 # --- colours ----------------------------------------------------------------------------------------------------
 
 # Spaces of ICC profiles, and the mode of an image that is in one.
-_SPACES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK", "Lab": "LAB"}
+_SPACES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 
 
 def _in_srgb(colour: Image, profile: bytes | None, name: str) -> Image:
-    if profile and colour.mode != "LAB":
+    if profile:
         try:
             mode, transform = _transform(profile)
             # Grey levels under a profile of RGB are equal parts of it.
@@ -276,13 +252,6 @@ def _in_srgb(colour: Image, profile: bytes | None, name: str) -> Image:
             return given.convert("RGB") if transform is None else transform.apply(given)
         except Exception as error:
             _warn_once(f"{name}: its colour profile cannot be used ({error}), so it is taken for sRGB")
-    if colour.mode == "LAB":
-        from PIL import ImageCms
-
-        lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
-        found = ImageCms.profileToProfile(colour, lab, srgb, outputMode="RGB")
-        assert found is not None
-        return found
     return colour.convert("RGB")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import InputError, reason_of
 from ..requirements import not_installed
-from .files import open_part
+from .files import open_file
 from .images import MOST_PIXELS, as_seen, image_size, is_image, opened_image
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def open_container(source: Any, name: str) -> Any:
 
     try:
         if isinstance(source, (str, Path)):
-            source = open_part(source, name, most=2**63)
+            source = open_file(source, name, most=2**63)
         return av.open(source, "r", options=dict(_CONTAINERS))
     except (FFmpegError, OSError, ValueError) as error:
         if isinstance(error, InputError):
@@ -110,7 +110,7 @@ def open_container(source: Any, name: str) -> Any:
 def _file(source: str | Path | bytes | BinaryIO, name: str) -> BinaryIO:
     if isinstance(source, bytes):
         return BytesIO(source)
-    return open_part(source, name) if isinstance(source, (str, Path)) else source
+    return open_file(source, name) if isinstance(source, (str, Path)) else source
 
 
 def _head(file: BinaryIO) -> bytes:
@@ -181,18 +181,9 @@ def _turned(image: Image, frame: Any, name: str) -> Image:
         return image
     # Rows of 3 numbers of 16.16 bits, and of 2.30 in the last column (ISO/IEC 14496-12, 6.2.2).
     a, b, _, c, d = struct.unpack("=5i", bytes(matrix)[:20])
-    steps = tuple((value > 0) - (value < 0) for value in (a, b, c, d))
-    ways: dict[tuple[int, ...], Transpose | None] = {
-        (1, 0, 0, 1): None,
-        (0, 1, -1, 0): Transpose.ROTATE_270,
-        (-1, 0, 0, -1): Transpose.ROTATE_180,
-        (0, -1, 1, 0): Transpose.ROTATE_90,
-        (-1, 0, 0, 1): Transpose.FLIP_LEFT_RIGHT,
-        (1, 0, 0, -1): Transpose.FLIP_TOP_BOTTOM,
-        (0, 1, 1, 0): Transpose.TRANSPOSE,
-        (0, -1, -1, 0): Transpose.TRANSVERSE,
-    }
-    if steps not in ways:
+    if (a == 0) != (d == 0) or (b == 0) != (c == 0) or (a == 0) == (b == 0):
         raise InputError(f"{name} is turned by other than right angles; save the video upright")
-    way = ways[steps]
-    return image if way is None else image.transpose(way)
+    across, down = (a, d) if a else (c, b)
+    image = image if a else image.transpose(Transpose.TRANSPOSE)
+    image = image if across > 0 else image.transpose(Transpose.FLIP_LEFT_RIGHT)
+    return image if down > 0 else image.transpose(Transpose.FLIP_TOP_BOTTOM)

@@ -25,7 +25,6 @@ from .rank import (
     on_cpu,
     pipeline_of,
     scheduler_of,
-    set_scheduler,
 )
 
 if TYPE_CHECKING:
@@ -89,8 +88,7 @@ class RemotePipeline:
             call = encode_call(call_pipeline, (self, sent, callback is not None), {}, main=main)
             with owner.interruptible():
                 output, states = self._ranks._outcomes(call, owner)[0]
-            for generator, state in zip(sent.generators, states, strict=True):
-                generator.set_state(state)
+            sent.advance(states)
             return output
 
     def set_progress_bar_config(self, *, on_update: OnUpdate | None = None, **options: Any) -> None:
@@ -150,7 +148,7 @@ class RemotePipeline:
                 f"{type(value).__name__} is no scheduler; use a diffusers one, such as "
                 "FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, shift=3.0)"
             )
-        self._run(set_scheduler, value)
+        self._run(setattr, "scheduler", value)
 
     def __reduce__(self) -> Any:
         return pipeline_of, (self._key,)
@@ -205,8 +203,7 @@ class RemoteCall:
         callback: Callable[..., Any] | None,
         on_update: OnUpdate | None = None,
     ) -> None:
-        self._pool, self._options, self._name, self._callback = pool, bar, name, callback
-        self._on_update = on_update
+        self._pool, self._options, self._name, self._callback, self._on_update = pool, bar, name, callback, on_update
         self._bars: list[Any] = []
         # Steps done of each bar, and its total: tqdm's own count stands still in a bar that is not shown.
         self._counts: list[tuple[int, int | None]] = []
@@ -259,37 +256,36 @@ class RemoteCall:
             for bar in self._bars:
                 bar.close()
 
+    def _answer(self, content: Callable[[], Any]) -> None:
+        """Send the ranks what a callback makes of a step; None: they are to stop."""
+        reply = None
+        try:
+            self._in_callback = True
+            if not self._interrupted:
+                reply = content()
+        except BaseException as error:
+            self.error = error
+        self._in_callback = False
+        if self._interrupted:
+            self.error, reply = KeyboardInterrupt(), None
+        self._pool.reply(reply)
+
     def _update(self, steps: int) -> None:
         self._bars[-1].update(steps)
         done, total = self._counts[-1]
         self._counts[-1] = done + steps, total
-        try:
-            self._in_callback = True
-            if self._on_update is not None and not self._interrupted:
+
+        def content() -> Any:
+            if self._on_update is not None:
                 self._on_update(done + steps, total)
-            self._in_callback = False
-            self._reply(({}, {}))
-        except BaseException as error:
-            self._in_callback, self.error = False, error
-            self._pool.reply(None)
+            return {}, {}
+
+        self._answer(content)
 
     def _step(self, index: int, timestep: Any, tensors: dict[str, Any], properties: dict[str, Any]) -> None:
-        assert self._callback is not None
-        pipe, returned = StepPipeline(self._name, properties), None
-        try:
-            self._in_callback = True
-            if not self._interrupted:
-                returned = self._callback(pipe, index, timestep, tensors)
-            self._in_callback = False
-            self._reply((on_cpu(returned), on_cpu(vars(pipe)["_assigned"])))
-        except BaseException as error:
-            self._in_callback, self.error = False, error
-            self._pool.reply(None)
-
-    def _reply(self, content: Any) -> None:
-        if self._interrupted:
-            self.error, content = KeyboardInterrupt(), None
-        self._pool.reply(content)
+        pipe, callback = StepPipeline(self._name, properties), self._callback
+        assert callback is not None
+        self._answer(lambda: (on_cpu(callback(pipe, index, timestep, tensors)), on_cpu(vars(pipe)["_assigned"])))
 
 
 class StepPipeline:

@@ -8,14 +8,13 @@ import inspect
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..comm import PeerError
 from ..core.arguments import parameter_names
@@ -39,60 +38,32 @@ class CallInterrupted(PeerError):
     """A rank leaves a call because the owner or rank 0 has left it; not the cause of a failure."""
 
 
-@dataclass(frozen=True)
-class _Generator:
-    """A generator's index in a call, its device and state; ``default``: torch's default CPU generator."""
-
-    place: int
-    device: str
-    state: Tensor
-    default: bool
-
-
 class SentArguments:
-    """Arguments of a call: tensors on the CPU, generators by their states.
+    """Arguments of a call: tensors on the CPU, generators, which pickling keeps apart, and the default one's state.
 
     Attributes:
-        generators: on the owner: those that come back advanced, torch's default one first.
+        generators: those that come back advanced.
     """
 
     def __init__(self, content: Any) -> None:
-        self.generators: list[torch.Generator] = [torch.default_generator]
-        self._content = tree_map(self._sent, (torch.default_generator, content))
+        self._content = tree_map(lambda value: value.detach().cpu() if isinstance(value, Tensor) else value, content)
+        leaves = tree_leaves(self._content)
+        self.generators = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.Generator)))
+        self._default_state = torch.default_generator.get_state()
 
-    def _sent(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.detach().cpu()
-        if not isinstance(value, torch.Generator):
-            return value
-        place = next((n for n, known in enumerate(self.generators) if known is value), len(self.generators))
-        if place == len(self.generators):
-            self.generators.append(value)
-        return _Generator(place, value.device.type, value.get_state(), place == 0)
+    def received(self, device: torch.device) -> Any:
+        """Unpack the arguments on a rank, with tensors on ``device``; torch's default generator gets its state."""
+        torch.default_generator.set_state(self._default_state)
+        return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, self._content)
 
-    def __getstate__(self) -> Any:
-        return self._content
+    def states(self) -> list[Tensor]:
+        """The present states of the generators, torch's default one first."""
+        return [generator.get_state() for generator in (torch.default_generator, *self.generators)]
 
-    def __setstate__(self, content: Any) -> None:
-        self._content = content
-
-    def received(self, device: torch.device) -> tuple[Any, list[torch.Generator]]:
-        """Unpack sent arguments on a rank, with tensors on ``device``; returns also their generators."""
-        generators: dict[int, torch.Generator] = {}
-
-        def receive(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.to(device)
-            if not isinstance(value, _Generator):
-                return value
-            if value.place not in generators:
-                generator = torch.default_generator if value.default else torch.Generator(value.device)
-                generator.set_state(value.state)
-                generators[value.place] = generator
-            return generators[value.place]
-
-        _, content = tree_map(receive, self._content)
-        return content, [generators[place] for place in sorted(generators)]
+    def advance(self, states: Iterable[Tensor]) -> None:
+        """Put the generators into the states of a rank's."""
+        for generator, state in zip((torch.default_generator, *self.generators), states, strict=True):
+            generator.set_state(state)
 
 
 def on_cpu(tree: Any) -> Any:
@@ -148,17 +119,12 @@ def free(key: str) -> None:
 
 
 def call_method(pipe: Any, path: str, arguments: SentArguments) -> Any:
-    (args, kwargs), _ = arguments.received(engine_of(pipe).mesh.device)
-    result = attrgetter(path)(pipe)(*args, **kwargs)
-    return result if dist.get_rank() == 0 else None
+    args, kwargs = arguments.received(engine_of(pipe).mesh.device)
+    return attrgetter(path)(pipe)(*args, **kwargs)
 
 
 def scheduler_of(pipe: Any) -> tuple[str, dict[str, Any]]:
     return type(pipe.scheduler).__name__, dict(pipe.scheduler.config)
-
-
-def set_scheduler(pipe: Any, scheduler: Any) -> None:
-    pipe.scheduler = scheduler
 
 
 def call_pipeline(
@@ -183,13 +149,13 @@ def call_pipeline(
             setattr(pipe, name, value)
         return returned
 
-    (args, kwargs), generators = arguments.received(device)
+    args, kwargs = arguments.received(device)
     if steps:
         kwargs[CALLBACK] = step
     pipe.progress_bar = lambda iterable=None, total=None: _ProgressBar(say, ask, iterable, total)
     try:
         output = pipe(*args, **kwargs)
-        return (output, [generator.get_state() for generator in generators]) if rank == 0 else None
+        return (output, arguments.states()) if rank == 0 else None
     except BaseException:
         say(("failed", None))
         raise

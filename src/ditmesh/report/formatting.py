@@ -25,15 +25,6 @@ def number_text(value: float | None, digits: int = 3) -> str:
     return f"{factor} × 10{str(int(power_text)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
 
 
-def size_text(size: float) -> str:
-    """Bytes such as ``17.1 MB``."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} {unit}" if unit == "bytes" or size >= 100 else f"{size:.3g} {unit}"
-        size /= 1000
-    raise AssertionError
-
-
 def count(number: int, noun: str) -> str:
     """Such as ``1 rank``, ``2 ranks``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,4 +1,4 @@
-"""The output of a command in blocks: `text` prints them, `as_json` writes data, and `lab.pages` adds charts."""
+"""The output of a command in blocks, which writers tell apart by class: `text` prints them, `lab.pages` adds charts."""
 
 from __future__ import annotations
 
@@ -35,17 +35,8 @@ def styled(text: str) -> StyledText:
     return text if isinstance(text, StyledText) else StyledText(text)
 
 
-class ReportBlock:
-    """A block of a report; writers distinguish blocks by their class."""
-
-    @property
-    def name(self) -> str:
-        """The name of the class."""
-        return type(self).__name__
-
-
 @dataclass(frozen=True)
-class Section(ReportBlock):
+class Section:
     """The start of a section; numbers begin at 1."""
 
     title: str
@@ -53,7 +44,7 @@ class Section(ReportBlock):
 
 
 @dataclass(frozen=True)
-class Paragraph(ReportBlock):
+class Paragraph:
     """A paragraph; a note is set lighter."""
 
     parts: tuple[StyledText, ...]
@@ -61,7 +52,7 @@ class Paragraph(ReportBlock):
 
 
 @dataclass(frozen=True)
-class Points(ReportBlock):
+class Points:
     """A list of sentences; with a word to unfold it by, if there is one."""
 
     texts: tuple[str, ...]
@@ -69,7 +60,7 @@ class Points(ReportBlock):
 
 
 @dataclass(frozen=True)
-class ReportTable(ReportBlock):
+class ReportTable:
     """A table.
 
     Attributes:
@@ -107,7 +98,7 @@ class Report:
 
     title: str = ""
     lead: str = ""
-    blocks: list[ReportBlock] = field(default_factory=list)
+    blocks: list[Any] = field(default_factory=list)
 
     @property
     def sections(self) -> list[Section]:

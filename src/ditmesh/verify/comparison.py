@@ -1,4 +1,4 @@
-"""Comparison with one device: all runs in order, and their verdicts."""
+"""Comparison with one device: all runs in order."""
 
 from __future__ import annotations
 
@@ -7,80 +7,43 @@ from typing import Any
 
 from ..config import ParallelConfig
 from ..generate.job import PictureJob
-from ..quality import perceptual
 from .ranks import JoinedRanks, StartedRanks
-from .runs import RankRun, RunTask, config_name, reference_config
-from .verdicts import Verdict, judge
+from .runs import RankRun, RunTask, reference_config
+
+# Runs of all ranks, by configuration; None: plain diffusers.
+Runs = dict[ParallelConfig | None, list[RankRun]]
 
 
-class Comparison:
-    """The runs of configurations and of their one-device references.
+def compared_runs(
+    job: PictureJob,
+    configs: Sequence[ParallelConfig],
+    ranks: StartedRanks | JoinedRanks,
+    progress: Callable[[str, int, int], None],
+) -> Runs:
+    """The runs of configurations and, first, of their one-device references. Every rank of torchrun calls this.
+
+    A request that fails on one device is not run on several: the reference's runs stand for it.
 
     Args:
-        job, configs: the request, and the configurations.
-        progress: takes the present action, and how many runs have begun.
-
-    Attributes:
-        alone: runs of one device, by name.
+        progress: takes the present action, how many runs have begun, and how many there will be.
     """
+    references = list(dict.fromkeys(map(reference_config, configs)))
+    total = len(references) + len(configs)
 
-    def __init__(
-        self,
-        job: PictureJob,
-        configs: Sequence[ParallelConfig],
-        ranks: StartedRanks | JoinedRanks,
-        progress: Callable[[str, int], None],
-    ) -> None:
-        self._job, self._configs, self._ranks, self._progress = job, configs, ranks, progress
-        self._references = list(dict.fromkeys(reference_config(config) for config in configs))
-        self._runs: dict[str, list[RankRun]] = {}
-        self.alone: dict[str, RankRun] = {}
-
-    @property
-    def runs(self) -> int:
-        """The number of runs to make."""
-        return len(self._references) + len(self._configs)
-
-    def run(self) -> None:
-        """Make all runs. A collective call of the ranks that torchrun has started."""
-        references = self._run(1, [RunTask(reference) for reference in self._references])
-        for reference, (run,) in zip(self._references, references, strict=True):
-            self.alone[config_name(reference)] = run
-        for devices in sorted({config.world_size for config in self._configs}):
-            # A request that fails on one device is not run on several.
-            able = [
-                config
-                for config in self._configs
-                if config.world_size == devices and not self._reference(config).refused
-            ]
-            tasks = [RunTask(config, self._reference(config).steps) for config in able]
-            for config, of_ranks in zip(able, self._run(devices, tasks) if able else [], strict=True):
-                self._runs[config_name(config)] = of_ranks
-
-    def _run(self, devices: int, tasks: Sequence[RunTask]) -> list[list[RankRun]]:
+    def run(devices: int, tasks: Sequence[RunTask]) -> list[list[RankRun]]:
         """For each task the runs of its ranks."""
-        self._progress(f"starting {devices} rank{'s' if devices > 1 else ''}", 0)
+        progress(f"starting {devices} rank{'s' if devices > 1 else ''}", 0, total)
 
         def begin(rank: int, began: Any) -> None:
-            self._progress(began.what, 1)
+            progress(began.what, 1, total)
 
-        ranks = self._ranks.run(devices, self._job, tasks, begin)
-        return [list(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+        by_rank = ranks.run(devices, job, tasks, begin)
+        return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 
-    def _reference(self, config: ParallelConfig) -> RankRun:
-        return self.alone[config_name(reference_config(config))]
-
-    def verdicts(self, tolerance: float | None) -> list[Verdict]:
-        """The verdict on each configuration; see `judge`."""
-        learned = perceptual.available()
-        return [
-            judge(
-                self._job,
-                config,
-                self._runs.get(config_name(config), [self._reference(config)]),
-                self._reference(config),
-                tolerance,
-                learned,
-            )
-            for config in self._configs
-        ]
+    runs: Runs = dict(zip(references, run(1, [RunTask(reference) for reference in references]), strict=True))
+    alone = {config: runs[reference_config(config)][0] for config in configs}
+    for devices in sorted({config.world_size for config in configs}):
+        able = [config for config in configs if config.world_size == devices and not alone[config].refused]
+        tasks = [RunTask(config, alone[config].steps) for config in able]
+        runs |= zip(able, run(devices, tasks) if able else [], strict=True)
+    return runs | {config: [alone[config]] for config in configs if alone[config].refused}

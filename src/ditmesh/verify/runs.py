@@ -9,22 +9,20 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from ..comm import Link, Traffic
 from ..comm.backends import device_of_rank
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
-from ..core.patching import Patch
 from ..errors import ConfigError, InputError, LayoutError, UntestedWarning
 from ..generate.job import PictureJob, check_config
 from ..generate.model_info import find_model
@@ -192,8 +190,7 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
                 continue
         if report is not None and rank == 0:
             report(RunBegan(config_name(task.config)))
-        with channels_first(pipe):
-            runs.append(_run(job, pipe, task, rank))
+        runs.append(_run(job, pipe, task, rank))
         if mesh is not None:
             if share:
                 # To make it whole takes room for all of it.
@@ -235,29 +232,6 @@ def _run(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> RankRun:
         steps=tuple(steps),
         compared=tuple(compared),
     )
-
-
-@contextmanager
-def channels_first(pipe: Any) -> Iterator[None]:
-    """Encode images with channels first in memory, on one device and on ranks alike.
-
-    Of images with channels last, as diffusers' processors make them, torch's group norm on a CPU sums squares in
-    float32 over all pixels, which is far off where they are nearly of one colour.
-    """
-    vae = getattr(pipe, "vae", None)
-    if not hasattr(vae, "encode"):
-        yield
-        return
-
-    def encode(x: Any, *args: Any, **kwargs: Any) -> Any:
-        on_cpu = isinstance(x, torch.Tensor) and x.device.type == "cpu"
-        return patch.original(x.contiguous() if on_cpu else x, *args, **kwargs)
-
-    patch = Patch(vae, "encode", encode)
-    try:
-        yield
-    finally:
-        patch.undo()
 
 
 def _generate(job: PictureJob, pipe: Any, number: int) -> np.ndarray:

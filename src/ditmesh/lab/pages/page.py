@@ -25,7 +25,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ...core.files import written_whole
 from ...errors import InputError, reason_of
 from ...report.formatting import number_text
-from ...report.report import Report, ReportBlock, ReportTable, filled_table
+from ...report.report import Report, ReportTable, filled_table
 from .charts import RAMP, Chart, image_source
 
 # Sections of a page that is worth a list of them.
@@ -59,14 +59,14 @@ class GridImage:
 
 
 @dataclass(frozen=True)
-class Charts(ReportBlock):
+class Charts:
     """Charts with their captions, side by side where there is room; each with its numbers to unfold."""
 
     charts: tuple[tuple[Chart, str], ...]
 
 
 @dataclass(frozen=True)
-class ImageGrid(ReportBlock):
+class ImageGrid:
     """Images in rows and columns."""
 
     rows: tuple[tuple[GridImage, ...], ...]

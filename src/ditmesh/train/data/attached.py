@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 from PIL import Image
 
 from ...errors import InputError
-from ...media.files import open_part
+from ...media.files import open_file
 from ...media.images import IMAGE_SUFFIXES, image_size, read_image, read_mask
 from ..settings import SampleSettings
 from .files import files_in
@@ -44,7 +44,7 @@ class Part:
 
     def open(self) -> BinaryIO:
         """The bytes, opened for reading. Raises `InputError` if they cannot be read."""
-        return open_part(self.file, self.name) if self.content is None else BytesIO(self.content())
+        return open_file(self.file, self.name) if self.content is None else BytesIO(self.content())
 
     def picture(self) -> Image.Image:
         """The image, upright sRGB. Raises `OSError` if it is corrupt."""

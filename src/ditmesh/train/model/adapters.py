@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...errors import ConfigError, InputError, did_you_mean, first_line
-from ...generate.files import usual_lora
+from ...generate.files import ADAPTER_LOADERS
 from ...generate.lora_files import COMPONENT, METADATA
 from ...generate.lora_names import original_layers, takes_comfyui_names
 from ...generate.loras import activate, adapted, adapters_of, pipeline_has
@@ -195,7 +195,7 @@ def save_adapters(pipe: Any, weights: Mapping[str, Tensor], config: TrainConfig,
     layers = {path: value.contiguous() for path, value in layers.items()}
     if config.lora is not None and config.lora.comfyui:
         save_file(dict(_in_comfyui_names(model, layers)), folder / COMFYUI_FILE, {"format": "pt"})
-    file = folder / usual_lora()
+    file = folder / ADAPTER_LOADERS["lora"][1]
     if pipeline_has(kind):
         # Files for either of two transformers have one form: `load_into_transformer_2` says which one it is for.
         more: dict[str, Any] = {"transformer_lora_layers": layers, "transformer_lora_adapter_metadata": about}
