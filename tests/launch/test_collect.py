@@ -110,11 +110,3 @@ def test_what_all_raise_alike_needs_no_new_group() -> None:
     with pytest.raises(RankFailed) as caught:
         collector.result(place, lambda: pytest.fail("joined"))
     assert caught.value.pool_open
-
-
-def test_ranks_that_are_given_up_end_the_call() -> None:
-    collector = Collector(2)
-    collector.take(0, "answer", None)
-    collector.give_up([0], "gone on")
-    assert collector.tick(0.0) == 0
-    assert str(failed(collector)).startswith("rank 0 of 2 had not gone on")

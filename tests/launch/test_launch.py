@@ -215,37 +215,6 @@ def test_a_message_of_a_failed_call_is_not_taken_for_a_later_one(pool: RankPool)
     assert pool.run(on_rank.pass_on, 2.0) == [2.0] * 3
 
 
-# ---- ranks that are stopped
-
-
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.matrix), 2])
-def test_stopped_ranks_are_a_failure_within_the_timeout(size: int) -> None:
-    """All of them: nobody is left to whom a collective's deadline could pass."""
-    with RankPool(size, threads=1, timeout=1.5) as pool:
-        started = time.monotonic()
-        with pytest.raises(RankFailed) as caught:
-            pool.run(on_rank.nap, on_message=lambda rank, _: os.kill(pool.pids[rank], signal.SIGSTOP))
-        assert time.monotonic() - started < 60
-        assert caught.value.lost == tuple(range(size))
-        assert "gone on for 1.5 s, the timeout, after it was stopped by a signal such as SIGSTOP" in str(caught.value)
-        assert_gone(pool)
-
-
-def test_a_call_that_a_stopped_rank_does_not_take_is_a_failure() -> None:
-    with RankPool(1, threads=1, timeout=1.5) as pool:
-        os.kill(pool.pids[0], signal.SIGSTOP)
-        with pytest.raises(RankFailed, match="after it was stopped"):
-            pool.run(on_rank.size_of, bytes(50_000_000))
-        assert_gone(pool)
-
-
-@pytest.mark.matrix
-def test_ranks_that_compute_for_long_are_not_stopped() -> None:
-    with RankPool(1, threads=1, timeout=0.5) as pool:
-        assert pool.run(on_rank.hold_everything, 2.0) == [2.0]
-        assert pool.run(on_rank.size_of, bytes(50_000_000)) == [50_000_000]
-
-
 def test_garbage_is_collected_without_looking_at_what_ranks_share() -> None:
     """Each rank took 137 MiB for itself in its first full collection, which came after a hundred thousand cycles."""
     with RankPool(1, threads=1) as pool:
