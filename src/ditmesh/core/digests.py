@@ -16,7 +16,6 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .mapped import Pages, pages_of
 from .values import as_bytes, version_of
 
 # 64-bit words of a row: few enough to stay in a CPU's cache, and for one thread (torch starts more above 32768).
@@ -292,53 +291,24 @@ class WeightDigests:
         self.pipe = pipe
         self._known: dict[str, _Digested] = {}
 
-    def look(self, adopt: bool = False, gather: Callable[[Any], list[Any]] | None = None) -> dict[str, tuple[str, int]]:
+    def look(self, adopt: bool = False) -> dict[str, tuple[str, int]]:
         """The digest and `id` of every weight, by name.
 
         Args:
             adopt: changed weights are known to be right: they are not hashed, and equal on the ranks that adopt them.
-            gather: an all-gather of objects: all ranks look at the same time. Pages that all ranks have in common
-                (`pages_of`) are not read: their digest is that of their place in the file.
         """
         weights = list(weights_of(self.pipe))
-        # Before any page of them is looked at: a table of pages that are not there yet is made at once.
-        tensors = [tensor for _, tensor, _ in weights]
-        places = [None] * len(tensors) if gather is None else pages_of(tensors)
-        pages = {id(tensor): place for tensor, place in zip(tensors, places, strict=True) if place is not None}
         before, self._known = self._known, {}
-        unread: dict[str, Tensor] = {}
-        for (name, tensor, offloaded), sample in zip(weights, _samples(tensors), strict=True):
+        for (name, tensor, offloaded), sample in zip(
+            weights, _samples([tensor for _, tensor, _ in weights]), strict=True
+        ):
             sign = _sign_of(tensor, offloaded)
             last = before.get(name)
             if last is None or last.tensor() is not tensor or (last.sign, last.sample) != (sign, sample):
-                value = "as cut" if adopt and last is not None else ""
+                value = "as cut" if adopt and last is not None else tensor_digest(tensor).hex()[:16]
                 last = _Digested(weakref.ref(tensor), sign, sample, value)
-                if not value:
-                    unread[name] = tensor
             self._known[name] = last
-        common = {} if gather is None else _common_pages(unread, pages, gather)
-        for name, tensor in unread.items():
-            value = common.get(name) or tensor_digest(tensor).hex()[:16]
-            self._known[name] = self._known[name]._replace(digest=value)
         return {name: (self._known[name].digest, id(tensor)) for name, tensor, _ in weights}
-
-
-def _common_pages(
-    tensors: Mapping[str, Tensor], pages: Mapping[int, Pages], gather: Callable[[Any], list[Any]]
-) -> dict[str, str]:
-    """Digests of those tensors that are pages which all ranks have in common. Collective.
-
-    They are the same bytes on all ranks, so that the place of the pages is compared in place of the bytes.
-    """
-    mine = {
-        name: (pages[id(one)], tuple(one.shape), str(one.dtype)) for name, one in tensors.items() if id(one) in pages
-    }
-    every: list[Mapping[str, Any]] = gather(mine)
-    return {
-        name: hashlib.sha256(repr(place).encode()).hexdigest()[:16]
-        for name, place in mine.items()
-        if len(every) > 1 and all(other.get(name) == place for other in every)
-    }
 
 
 def _sign_of(tensor: Tensor, offloaded: bool) -> tuple[Any, ...]:
