@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import timedelta
 from unittest import mock
 
@@ -246,72 +246,6 @@ def test_a_rank_that_has_ended_is_not_waited_for(ranks, handle):
     assert took < 30
 
 
-def handles() -> int:
-    """Files of this process that belong to shared memory."""
-    gc.collect()
-    names = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            names.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sum("memfd:ditmesh" in name or "pidfd" in name for name in names)
-
-
-def files(closed: bool) -> list[int]:
-    """Handles before a mesh is made, with one or many messages under way, and after it was closed or forgotten."""
-    found = [handles()]
-    mesh, link = opened()
-    kept = [link.all_gather_list([torch.ones(3)], [[(3,)]] * 2)]
-    found.append(handles())
-    kept += [link.all_gather_list([torch.ones(3 * n)], [[(3 * n,)]] * 2) for n in range(1, 200)]
-    found.append(handles())
-    kept.clear()
-    if closed:
-        mesh.close()
-    del mesh, link
-    dist.barrier()
-    return [*found, handles()]
-
-
-@ruled.shared_memory
-@pytest.mark.parametrize("closed", [True, False])
-def test_nothing_stays_open(ranks, closed):
-    for before, one, many, after in ranks(2).run(files, closed):
-        assert one > before
-        assert many == one
-        assert after == before
-
-
-def threads_of_a_mesh() -> tuple[int, int, int, str]:
-    """Threads of this process before a mesh, with it, and when it was closed while somebody holds its links."""
-
-    def threads() -> int:
-        return len(os.listdir("/proc/self/task"))
-
-    ditmesh.Mesh(ditmesh.ParallelConfig(ring=2)).close()
-    gc.collect()
-    gc.disable()
-    try:
-        before, mesh = threads(), ditmesh.Mesh(ditmesh.ParallelConfig(ring=2))
-        during, link = threads(), mesh.ring
-        mesh.close()
-        limit = time.monotonic() + 5
-        while threads() > before and time.monotonic() < limit:
-            time.sleep(0.01)
-        with pytest.raises(ditmesh.PeerError) as caught:
-            link.all_gather(torch.ones(1), [1, 1], 0)
-        return before, during, threads(), str(caught.value)
-    finally:
-        gc.enable()
-
-
-def test_a_closed_mesh_ends_its_threads_at_once(ranks):
-    """Not only when it is collected: they wake up a hundred times a second."""
-    for before, during, after, said in ranks(2).run(threads_of_a_mesh):
-        assert during > before
-        assert after <= before
-        assert "closed" in said
-
-
 def written_to() -> bool:
     """What came from one rank is written to on two others."""
     mesh, link = opened()
@@ -375,12 +309,3 @@ def hosts_of_all(same_name: bool) -> tuple[int, ...]:
 def test_hosts_are_told_apart_by_their_memory_and_not_by_their_names(ranks):
     assert ranks(3).run(hosts_of_all, True) == [(0, 0, 1)] * 3
     assert ranks(3).run(hosts_of_all, False) == [(0, 1, 2)] * 3
-    mesh = ranks(3).run(all_near)
-    assert mesh == [((0, 0, 0), "shared memory")] * 3
-
-
-def all_near() -> tuple[tuple[int, ...], str]:
-    mesh, link = opened()
-    found = mesh.hosts.numbers, link.transport
-    mesh.close()
-    return found

@@ -60,23 +60,18 @@ class _SeenCall:
 
 @dataclass
 class _Counted:
-    """The calls of one request, as far as they are known.
+    """The calls of one request, as far as they are known."""
 
-    Attributes:
-        call: the call in progress, or the latest one.
-        values: compares values of the request.
-        calls, before: of this step, and of the one before.
-        at: the scheduler, and what it had counted.
-        counts: whether it counts.
-        forced: whether the next call begins a step.
-    """
-
+    # The call in progress, or the latest one.
     call: TransformerCall = field(default_factory=TransformerCall)
     values: Values = field(default_factory=Values)
+    # Of this step, and of the one before.
     calls: list[_SeenCall] = field(default_factory=list)
     before: list[_SeenCall] = field(default_factory=list)
+    # The scheduler, what it had counted, and whether it counts.
     at: tuple[Any, int | None] = (None, None)
     counts: bool = False
+    # The next call begins a step.
     forced: bool = False
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,8 +23,6 @@ WORDS = 1 << 14
 ROWS = 1024
 # Tensors up to this many bytes are hashed on the host: they are cheaper to copy than to sum up.
 SMALL = 4096
-# Bytes of a tensor that is spread over ranks that are looked at together, about.
-PADDED = 1 << 23
 # Of a weight that might have been written to behind torch's back, this many values are looked at.
 SAMPLES = 64
 
@@ -137,47 +134,20 @@ def tensor_digest(tensor: Tensor) -> bytes:
 def digest_of_parts(
     held: Tensor, shape: tuple[int, ...], dim: int, runs: Sequence[tuple[int, int]], add_up: Callable[[Tensor], Tensor]
 ) -> bytes:
-    """`tensor_digest` of a tensor of which every rank holds another part. Collective.
+    """`tensor_digest` of a tensor of which every rank holds another part. Collective; it is put together meanwhile.
 
     Args:
         held: this rank's part, plain and strided.
         shape: of the whole tensor.
-        dim: dimension that is cut, 0 or 1.
-        runs: ``(start, stop)`` of what this rank holds of it, in the order of ``held``.
+        dim: dimension that is cut.
+        runs: ``(start, stop)`` of what this rank holds of it, in the order of ``held``; no two ranks hold the same.
         add_up: the sum over all ranks of a tensor of integers.
     """
-    held, size = held.detach(), held.element_size()
-    width = math.prod(shape[1:]) * size
-
-    def padded(first: int, last: int) -> Tensor:
-        """Rows ``first`` to ``last`` of the whole tensor, zero where other ranks have it."""
-        part, place = held.new_zeros((last - first, *shape[1:])), 0
-        for start, stop in runs:
-            if dim == 0:
-                low, high = max(start, first), max(min(stop, last), max(start, first))
-                part[low - first : high - first] = held[place + low - start : place + high - start]
-            else:
-                part[:, start:stop] = held[first:last, place : place + stop - start]
-            place += stop - start
-        return part
-
-    # A zero word adds nothing to a sum: ranks sum up what they hold, if no word lies on two of them.
-    unit = width if dim == 0 else math.prod(shape[2:]) * size
-    whole_words = width % 8 == 0 and all(place * unit % 8 == 0 for run in runs for place in run)
-    # One rank's view is not enough: all have to go the same way.
-    split = add_up(torch.tensor([0 if whole_words else 1], device=held.device))
-    if shape[0] * width <= SMALL or split.item():
-        whole = add_up(padded(0, shape[0]).reshape(-1).view(torch.uint8))
-        return tensor_digest(whole.view(held.dtype).reshape(shape))
-    rows = WORDS * 8 // math.gcd(width, WORDS * 8)
-    rows *= max(1, PADDED // (rows * width))
-    sums = [
-        _row_sums(padded(first, min(first + rows, shape[0])).reshape(-1).view(torch.int64))
-        for first in range(0, shape[0], rows)
-    ]
-    state = hashlib.sha256(f" {tuple(shape)} {held.dtype} False;".encode())
-    state.update(add_up(torch.cat(sums)).cpu().numpy().tobytes())
-    return state.digest()
+    whole, place = held.detach().new_zeros(shape), 0
+    for start, stop in runs:
+        whole.narrow(dim, start, stop - start).copy_(held.detach().narrow(dim, place, stop - start))
+        place += stop - start
+    return tensor_digest(add_up(whole.view(-1).view(torch.uint8)).view(held.dtype).view(shape))
 
 
 def strided_leaves(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -109,6 +109,10 @@ class Tape:
         self._read |= {_memory(tensor) for tensor in given if not self.follows(tensor)}
         if any(_memory(tensor) not in self._made for tensor in written):
             self.obstacle = f"{function} writes it into memory that was there before"
+        self.append(function, args, kwargs, returned)
+
+    def append(self, function: Any, args: Any, kwargs: Any, returned: Sequence[Tensor]) -> None:
+        """Note an operator, or an exchange between ranks, that has returned these tensors."""
         results = []
         for tensor in returned:
             self._made.add(_memory(tensor))
@@ -116,14 +120,6 @@ class Tape:
             self._held.append(tensor)
         args, kwargs = tree_map(self._placed, (args, kwargs))
         self._operations.append(_NotedOperation(function, args, kwargs, tuple(results)))
-
-    def note_exchange(self, exchange: Callable[[Tensor], Tensor], tensor: Tensor, result: Tensor) -> None:
-        """Ranks have exchanged a tensor with values; they do so again where it follows from the inputs."""
-        if self.follows(tensor):
-            self._made.add(_memory(result))
-            number = self._slots.setdefault(id(result), len(self._held))
-            self._held.append(result)
-            self._operations.append(_NotedOperation(exchange, (self._placed(tensor),), {}, (number,)))
 
     def _placed(self, leaf: Any) -> Any:
         return _Slot(self._slots[id(leaf)]) if isinstance(leaf, Tensor) and self.follows(leaf) else leaf
@@ -282,7 +278,8 @@ def exchanged(exchange: Callable[[Tensor], Tensor], tensor: Tensor, width: int |
         return Unknown(meta.new_empty(shape), tensor.device)
     with _disable_current_modes():
         result = exchange(tensor)
-    run.tape.note_exchange(exchange, tensor, result)
+    if run.tape.follows(tensor):
+        run.tape.append(exchange, (tensor,), {}, [result])
     return result
 
 

@@ -261,8 +261,9 @@ class RankPool(StayingRanks):
         can do nothing else."""
         while seconds := collector.tick(time.monotonic()):
             # What ranks send, and their ends.
-            events = {self._channels[rank].connection: rank for rank in self._channels.keys() - collector.failed.keys()}
-            events |= {self._processes[rank].sentinel: rank for rank in events.values()}
+            heard = self._channels.keys() - collector.failed.keys()
+            events: dict[Any, int] = {self._channels[rank].connection: rank for rank in heard}
+            events |= {self._processes[rank].sentinel: rank for rank in heard}
             for rank in sorted({events[ready] for ready in wait([*events], min(seconds, POLL_SECONDS))}):
                 self._hear(rank, collector)
         if collector.failed:

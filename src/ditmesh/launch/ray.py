@@ -242,8 +242,8 @@ class _Rank:
         """The place of this rank, and its versions."""
         import ray
 
-        node = ray.get_runtime_context().get_node_id()
-        return {"host": socket.gethostname(), "address": _ray_address(), "node": node, "versions": library_versions()}
+        node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return {"host": socket.gethostname(), "address": address, "node": node, "versions": library_versions()}
 
     def meet(self, address: str) -> int:
         """Open a port at which ranks find one another."""
@@ -263,8 +263,11 @@ class _Rank:
         torch.set_num_threads(self._threads)
         if alone:
             use_loopback()
-        elif name := interface_of(_ray_address()):
-            use_interface(name)
+        else:
+            import ray
+
+            if name := interface_of(ray.util.get_node_ip_address()):
+                use_interface(name)
         if dist.is_initialized():
             dist.destroy_process_group()
         self._rank = rank
@@ -346,7 +349,8 @@ def connected() -> Any:
             if host and port.isdecimal() and "/" not in host:
                 # Ray tries for minutes to find out whether a server listens there.
                 socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-            ray.init(log_to_driver=False, logging_level="error", **({} if address else {"include_dashboard": False}))
+            options: dict[str, Any] = {"logging_level": "error"} | ({} if address else {"include_dashboard": False})
+            ray.init(log_to_driver=False, **options)
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"no Ray cluster answers at {address} ({' '.join(str(error).split())[:200]}); start one with ray start "
@@ -377,10 +381,3 @@ def threads_of_cluster(device: DeviceKind, world_size: int) -> int:
     """Threads of each of ``world_size`` ranks of the Ray cluster: its CPUs shared out, at most 8 beside a GPU."""
     share = max(1, int(connected().cluster_resources().get("CPU", 0)) // world_size)
     return min(8, share) if device == "cuda" else share
-
-
-def _ray_address() -> str:
-    """The address by which Ray knows this host."""
-    import ray
-
-    return ray.util.get_node_ip_address()
