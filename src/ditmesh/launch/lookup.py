@@ -35,7 +35,7 @@ def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any)
     target = BUILT_IN.get(name, name)
     try:
         if ":" not in target:
-            raise ImportError("it has no colon")
+            raise ImportError("it names no module and class")
         make = EntryPoint(name, target, "").load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
