@@ -1,4 +1,4 @@
-"""A server under load while things fail: ranks and the HTTP process are killed, a rank is stopped, the disk is full.
+"""A server under load while things fail: ranks and the HTTP process are killed, the disk is full.
 
     python benchmarks/serving_faults.py                          # 400 requests of 32 clients, all faults in turn
     python benchmarks/serving_faults.py --requests 40 --clients 8 --steps 4 --json faults.json
@@ -51,7 +51,7 @@ from ditmesh import zoo
 from harness import command_line, write_figures
 from serving_load import MODEL, TOLERANCE, Wish, all_at_once, asked, difference, wishes
 
-FAULTS = ("kill-rank", "kill-http", "stop-rank", "full-disk")
+FAULTS = ("kill-rank", "kill-http", "full-disk")
 # Seconds in which the service is to be back, and for which a client tries.
 BACK, PATIENCE = 30.0, 300.0
 # Seconds for which the disk is full: at least, and at most if no client has noticed by then.
@@ -266,10 +266,10 @@ def until(condition: Callable[[], bool], seconds: float = 120.0) -> float:
     return time.monotonic() - began
 
 
-def signalled(server: Server, number: int, generator: random.Random) -> float:
-    """A signal to one of the ranks; seconds until there are new ones."""
+def without_rank(server: Server, generator: random.Random) -> float:
+    """One of the ranks is killed; seconds until there are new ones."""
     before = server.restarts()
-    os.kill(generator.choice(server.ranks), number)
+    os.kill(generator.choice(server.ranks), signal.SIGKILL)
     return until(lambda: server.ready(before + 1))
 
 
@@ -327,7 +327,7 @@ def drills(
         elif fault == "full-disk":
             back = filled(server, small, outcome)
         else:
-            back = signalled(server, signal.SIGKILL if fault == "kill-rank" else signal.SIGSTOP, generator)
+            back = without_rank(server, generator)
         if fault != "full-disk":
             next_picture(outcome)
         picture = time.monotonic() - began

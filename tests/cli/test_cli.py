@@ -486,7 +486,6 @@ def test_doctor_shows_the_machine_and_lets_ranks_meet(capfd: pytest.CaptureFixtu
     assert facts["cpu"]["cores"] >= 1
     assert facts["shared_memory"]["size_gb"] >= facts["shared_memory"]["free_gb"] > 0
     assert facts["variables"]["OMP_NUM_THREADS"] == "1"
-    assert facts["peer_access"] == [[True] * len(facts["gpus"])] * len(facts["gpus"]) or facts["gpus"]
     assert facts["ranks_meet"] is True
 
 

@@ -26,8 +26,7 @@ def test_settings_of_nccl_are_the_users_first(monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
     watch_nccl(30)
-    # torch looks at the new name first.
-    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
+    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "60"
     # They are in the documents, with their values.

@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import timedelta
 from unittest import mock
 
@@ -82,85 +82,34 @@ def test_shared_memory_brings_what_the_process_group_brings(ranks, world):
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 0, 0)], ids=str)
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), pytest.param((0, 1, 0, 0), marks=pytest.mark.matrix)], ids=str)
 def test_several_hosts_bring_what_one_brings(ranks, hosts, shared_memory):
     one, several = ranks(4).run(every_move, True), ranks(4).run(every_move, shared_memory, hosts)
     for here, there in zip(one, several, strict=True):
         for move in here.keys() - {"bytes"}:
             torch.testing.assert_close(here[move], there[move], rtol=0, atol=0)
-    # Each piece comes to each rank once, from whomever.
-    assert sum(of["bytes"]["ring"] for of in one) == sum(of["bytes"]["ring"] for of in several)
+    assert [of["bytes"] for of in one] == [of["bytes"] for of in several]
 
 
-def crossings(hosts: tuple[int, ...]) -> dict[str, int]:
-    """Bytes that this rank sends to other hosts, by move; and what came, of transfers that are waited for backwards."""
-    mesh, link = opened(hosts)
-    size, piece, found = link.size, torch.full((25,), float(link.rank)), {}
-
-    def empty() -> list[list[torch.Tensor]]:
-        return [[torch.empty(25)] for _ in range(size)]
-
-    moves = {
-        "all_gather": lambda: link.all_gather(piece, [25] * size, 0),
-        "all_gather_list": lambda: [one.zero_() for (one,) in link.all_gather_list([piece.clone()], [[(25,)]] * size)],
-        "all_gather_async": lambda: link.all_gather_async([piece], empty()).wait(),
-        "all_reduce_async": lambda: link.all_reduce_async(piece.clone())(None),
-        "broadcast": lambda: link.broadcast(piece.clone(), size - 1),
-    }
-    for name, move in moves.items():
+def across() -> list[int]:
+    """Bytes that this rank sends to two ranks of another host: by a gather, a posted one, a sum and a broadcast."""
+    mesh, link = opened((0, 0, 1, 1))
+    size, piece, found = link.size, torch.full((25,), float(link.rank)), []
+    for move in (
+        lambda: link.all_gather(piece, [25] * size, 0),
+        lambda: link.all_gather_async([piece], [[torch.empty(25)] for _ in range(size)]).wait(),
+        lambda: link.all_reduce_async(piece.clone())(None),
+        lambda: link.broadcast(piece.clone(), 3),
+    ):
         mesh.traffic.reset()
         move()
-        found[name] = mesh.traffic.bytes_across["ring"]
-    posted = [link.all_gather_async([piece + 10 * n], empty()) for n in range(5)]
-    link.all_gather(piece, [25] * size, 0)
-    others = [peer for peer in range(size) if peer != link.rank]
-    for n, transfer in reversed(list(enumerate(posted))):
-        assert [set(one.tolist()) for one in transfer.wait()] == [{peer + 10.0 * n} for peer in others]
+        found.append(mesh.traffic.bytes_across["ring"])
     mesh.close()
     return found
 
 
-@pytest.mark.parametrize(
-    ("hosts", "times", "sums", "last"),
-    # Of 100 bytes of every rank: how often a gather sends them to other hosts, how often a sum does, and a broadcast of
-    # the last rank's.
-    [
-        ((0, 0, 1, 1), [1, 1, 1, 1], [2, 2, 2, 2], 1),
-        ((0, 0, 0, 1), [1, 1, 1, 1], [1, 1, 1, 3], 1),
-        ((0, 1, 1, 2), [2, 2, 2, 2], [3, 2, 2, 3], 2),
-        ((0, 1, 2, 3), [3, 3, 3, 3], [3, 3, 3, 3], 3),
-    ],
-    ids=str,
-)
-def test_a_gather_crosses_to_each_host_once(ranks, hosts, times, sums, last):
-    found = ranks(4).run(crossings, hosts)
-    for name in ("all_gather", "all_gather_list", "all_gather_async"):
-        assert [of[name] for of in found] == [100 * count for count in times], name
-    assert [of["all_reduce_async"] for of in found] == [100 * count for count in sums]
-    assert [of["broadcast"] for of in found] == [0, 0, 0, 100 * last]
-
-
-def waiting_for_another_host() -> str | None:
-    """What a rank says of a gather in which the first one, on another host, takes no part."""
-    mesh, link = opened((0, 0, 1, 1), timeout=3)
-    said = None
-    if link.rank == 0:
-        time.sleep(6)
-    else:
-        with pytest.raises(ditmesh.PeerError) as caught:
-            link.all_gather(torch.ones(4), [4] * 4, 0)
-        said = str(caught.value)
-    mesh.close()
-    return said
-
-
-@pytest.mark.matrix
-@ruled.shared_memory
-def test_who_waits_for_a_rank_of_another_host_says_who_passes_on_what_it_sends(ranks):
-    _, near, taker, other = ranks(4).run(waiting_for_another_host)
-    assert "rank 0" in near or "ring link" in near
-    assert "ring link" in taker
-    assert re.search(r"rank 2\b.*; it passes on what rank 0 sent$", other), other
+def test_bytes_to_other_hosts_are_counted(ranks):
+    assert ranks(4).run(across) == [[200, 200, 200, 200 * (rank == 3)] for rank in range(4)]
 
 
 def sums(shape: tuple[int, ...]) -> torch.Tensor:
@@ -248,11 +197,7 @@ def late() -> tuple[str, float] | None:
 @ruled.shared_memory
 def test_a_wait_has_a_deadline(ranks):
     message, took = ranks(2).run(late)[0]
-    assert re.fullmatch(
-        r"timed out waiting 0\.3 s for rank 1: rank 0 waited in a transfer of the ring link, at test_comm\.py:\d+ "
-        r"\(late\); rank 1 was in no exchange, at test_comm\.py:\d+ \(late\)",
-        message,
-    )
+    assert message == "timed out waiting 0.3 s for rank 1"
     # Its own deadline, and not the mesh's.
     assert 0.3 <= took < 30
 
@@ -299,72 +244,6 @@ def test_a_rank_that_has_ended_is_not_waited_for(ranks, handle):
     assert re.fullmatch(r"rank 1 \(process \d+\) has ended", message)
     # Long before the deadline.
     assert took < 30
-
-
-def handles() -> int:
-    """Files of this process that belong to shared memory."""
-    gc.collect()
-    names = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            names.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sum("memfd:ditmesh" in name or "pidfd" in name for name in names)
-
-
-def files(closed: bool) -> list[int]:
-    """Handles before a mesh is made, with one or many messages under way, and after it was closed or forgotten."""
-    found = [handles()]
-    mesh, link = opened()
-    kept = [link.all_gather_list([torch.ones(3)], [[(3,)]] * 2)]
-    found.append(handles())
-    kept += [link.all_gather_list([torch.ones(3 * n)], [[(3 * n,)]] * 2) for n in range(1, 200)]
-    found.append(handles())
-    kept.clear()
-    if closed:
-        mesh.close()
-    del mesh, link
-    dist.barrier()
-    return [*found, handles()]
-
-
-@ruled.shared_memory
-@pytest.mark.parametrize("closed", [True, False])
-def test_nothing_stays_open(ranks, closed):
-    for before, one, many, after in ranks(2).run(files, closed):
-        assert one > before
-        assert many == one
-        assert after == before
-
-
-def threads_of_a_mesh() -> tuple[int, int, int, str]:
-    """Threads of this process before a mesh, with it, and when it was closed while somebody holds its links."""
-
-    def threads() -> int:
-        return len(os.listdir("/proc/self/task"))
-
-    ditmesh.Mesh(ditmesh.ParallelConfig(ring=2)).close()
-    gc.collect()
-    gc.disable()
-    try:
-        before, mesh = threads(), ditmesh.Mesh(ditmesh.ParallelConfig(ring=2))
-        during, link = threads(), mesh.ring
-        mesh.close()
-        limit = time.monotonic() + 5
-        while threads() > before and time.monotonic() < limit:
-            time.sleep(0.01)
-        with pytest.raises(ditmesh.PeerError) as caught:
-            link.all_gather(torch.ones(1), [1, 1], 0)
-        return before, during, threads(), str(caught.value)
-    finally:
-        gc.enable()
-
-
-def test_a_closed_mesh_ends_its_threads_at_once(ranks):
-    """Not only when it is collected: they wake up a hundred times a second."""
-    for before, during, after, said in ranks(2).run(threads_of_a_mesh):
-        assert during > before
-        assert after <= before
-        assert "closed" in said
 
 
 def written_to() -> bool:
@@ -430,12 +309,3 @@ def hosts_of_all(same_name: bool) -> tuple[int, ...]:
 def test_hosts_are_told_apart_by_their_memory_and_not_by_their_names(ranks):
     assert ranks(3).run(hosts_of_all, True) == [(0, 0, 1)] * 3
     assert ranks(3).run(hosts_of_all, False) == [(0, 1, 2)] * 3
-    mesh = ranks(3).run(all_near)
-    assert mesh == [((0, 0, 0), "shared memory")] * 3
-
-
-def all_near() -> tuple[tuple[int, ...], str]:
-    mesh, link = opened()
-    found = mesh.hosts.numbers, link.transport
-    mesh.close()
-    return found

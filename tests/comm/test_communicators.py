@@ -14,7 +14,6 @@ import torch.distributed as dist
 from rules.fake_world import one_of
 
 import ditmesh
-from ditmesh.comm import backends
 from ditmesh.comm import grid as grid_module
 from ditmesh.comm import mesh as mesh_module
 from ditmesh.comm.hosts import Hosts
@@ -135,23 +134,20 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("way", ["eager", "own", "lazy"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_all_ranks_make_the_same_groups_in_one_order(monkeypatch, way, config):
-    monkeypatch.setenv(backends.NCCL_INIT, way)
+def test_all_ranks_make_the_same_groups_in_one_order(config):
     config = ditmesh.ParallelConfig(**config)
     found = [asked(rank, config) for rank in range(config.world_size)]
 
     def groups(rank: int) -> list[Any]:
-        return [(call[1:-1], call[-1] | {"device_id": None}) for call in found[rank] if call[0] == "new group"]
+        return [call[1:] for call in found[rank] if call[0] == "new group"]
 
     assert all(groups(rank) == groups(0) for rank in range(config.world_size))
-    for rank, calls in enumerate(found):
+    for calls in found:
         for call in calls:
             if call[0] == "new group" and len(call) > 2:
-                # Objects go over gloo. Split from the default group where that is bound to a device, else made alone.
-                options: dict[str, Any] = {"backend": "cpu:gloo,cuda:nccl"}
-                assert call[2] == (options | {"device_id": torch.device("cuda", rank)} if way == "own" else options)
+                # Objects go over gloo.
+                assert call[2] == {"backend": "cpu:gloo,cuda:nccl"}
         # Nothing is sent before all ranks have all groups.
         assert "barrier" in calls
         assert {call[0] for call in calls[: calls.index("barrier")]} == {"new group"}
@@ -190,9 +186,3 @@ def test_all_pairs_that_will_send_are_connected_in_an_order_that_no_rank_waits_i
     for stages in config.groups(("pipe",)):
         if len(stages) > 1:
             assert {*pairwise(stages), (stages[-1], stages[0])} <= singly
-
-
-def test_an_unknown_way_is_refused(monkeypatch):
-    monkeypatch.setenv(backends.NCCL_INIT, "Eager")
-    with pytest.raises(ditmesh.ConfigError, match="use eager, own or lazy"):
-        backends.nccl_init()

@@ -11,7 +11,6 @@ import torch
 
 import ditmesh
 from ditmesh import ConfigError, Mesh, ParallelConfig
-from ditmesh.comm import backends
 from ditmesh.comm import grid as grid_module
 from ditmesh.launch.nccl import nccl_settings
 
@@ -120,28 +119,21 @@ def test_one_queue_for_all_kernels_is_refused_where_exchanges_run_beside(monkeyp
     assert str(raised.value).endswith("; unset it")
 
 
-def test_nccl_starts_kernels_in_the_order_of_the_host():
-    assert nccl_settings(600)["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
-
-
-@pytest.mark.parametrize(("way", "bound"), [("eager", True), ("own", False), ("lazy", False), (None, True)])
-def test_a_rank_joins_bound_to_its_gpu_in_one_way_alone(monkeypatch, way, bound):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rank_joins_bound_to_its_gpu_unless_it_is_alone(monkeypatch, world_size):
     from ditmesh.launch.devices import join_default_group
 
     for name in nccl_settings(30):
         # Set first, so that it is put back.
         monkeypatch.setenv(name, "")
-    monkeypatch.delenv(backends.NCCL_INIT, raising=False)
-    if way is not None:
-        monkeypatch.setenv(backends.NCCL_INIT, way)
     with (
         mock.patch("torch.cuda.set_device"),
         mock.patch("torch.distributed.is_initialized", return_value=False),
         mock.patch("torch.distributed.init_process_group") as init,
     ):
-        assert join_default_group("cuda", 1, 2, 1, 30.0, "env://") == torch.device("cuda:1")
+        assert join_default_group("cuda", 0, world_size, 1, 30.0, "env://") == torch.device("cuda:1")
     assert init.call_args.kwargs["backend"] == "cpu:gloo,cuda:nccl"
-    assert init.call_args.kwargs["device_id"] == (torch.device("cuda:1") if bound else None)
+    assert init.call_args.kwargs["device_id"] == (torch.device("cuda:1") if world_size > 1 else None)
 
 
 def moved_model() -> str:

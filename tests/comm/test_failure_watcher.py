@@ -15,7 +15,6 @@ from rules.group import ruled as by_the_rules
 
 import ditmesh
 from ditmesh.comm.state import RequestState, raise_for_peer
-from support import ruled
 from support.faults import PROMPT, STRATEGIES, processes, world_of
 from support.processes import alive
 
@@ -165,20 +164,3 @@ def deadlines(backend: str) -> tuple[float, float]:
 def test_a_short_deadline_is_not_one_of_nccls_collectives(ranks):
     assert ranks(2).run(deadlines, "nccl") == [(10.0, 300.0)] * 2
     assert ranks(2).run(deadlines, "gloo") == [(10.0, 10.0)] * 2
-
-
-def watchers(shared: bool) -> list[str]:
-    import threading
-
-    mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=2, shared_memory=shared), timeout=10)
-    mesh.ring.all_reduce(torch.ones(2))
-    names = [thread.name for thread in threading.enumerate()]
-    mesh.close()
-    return names
-
-
-@ruled.gloo
-@pytest.mark.parametrize("shared", [True, False])
-def test_no_thread_watches_where_a_closed_connection_tells(ranks, shared):
-    for names in ranks(2).run(watchers, shared):
-        assert "ditmesh-failure-watcher" not in names

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from support import hosts as support
-from support.hosts import Hosts, hosts
+from support.hosts import Hosts, two_hosts
 
 pytestmark = pytest.mark.skipif(support.missing() is not None, reason=str(support.missing()))
 
@@ -23,7 +23,7 @@ START = 60
 
 @pytest.fixture
 def two() -> Iterator[Hosts]:
-    with hosts(2) as some:
+    with two_hosts() as some:
         yield some
 
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from support import hosts as support
-from support.hosts import hosts
+from support.hosts import two_hosts
 
 pytestmark = pytest.mark.skipif(support.missing() is not None, reason=str(support.missing()))
 
@@ -24,41 +24,24 @@ TEST_PATH = os.pathsep.join(sys.path)
 # The longest that ranks may take to import, meet and compute on a busy machine.
 LIMIT = 300
 
-TWO = [
-    {"ulysses": 2},
-    {"ring": 2},
-    {"tensor": 2},
-    {"cfg": 2},
-    {"data": 2},
-    {"pipe": 2, "warmup": "fixed(4)"},
-    {"ulysses": 2, "reproducible": True},
-    {"ring": 2, "reproducible": True},
-]
+TWO = [{"ulysses": 2}, {"tensor": 2}, {"cfg": 2}, {"pipe": 2, "warmup": "fixed(4)"}]
+TWO += [{"ring": 2, "reproducible": True}]
 FOUR = [
     {"ulysses": 2, "ring": 2},
-    {"ulysses": 4},
     {"ulysses": 4, "shard": 4},
     {"data": 2, "ulysses": 2, "shard": 4},
-    {"ring": 4},
-    {"tensor": 4},
     {"tensor": 2, "ring": 2},
-    {"cfg": 2, "tensor": 2},
-    {"cfg": 2, "ulysses": 2},
-    {"data": 2, "ring": 2},
+    {"cfg": 2, "ulysses": 2, "reproducible": True},
     {"data": 2, "cfg": 2},
     {"pipe": 2, "ulysses": 2, "warmup": "fixed(4)"},
-    {"ulysses": 2, "ring": 2, "reproducible": True},
-    {"cfg": 2, "ulysses": 2, "reproducible": True},
     {"ring": 4, "exchange": "displaced", "warmup": "fixed(4)"},
 ]
 
 
-def on_hosts(
-    folder: Path, tasks: list[tuple[str, dict[str, Any]]], ranks: int | list[int], names: list[str] | None = None
-) -> list[list[dict[str, Any]]]:
+def on_hosts(folder: Path, tasks: list[tuple[str, dict[str, Any]]], ranks: int) -> list[list[dict[str, Any]]]:
     """For every task the results of all ranks, which torchrun starts on two hosts; see `support.host_ranks`."""
     (folder / "tasks.json").write_text(json.dumps(tasks))
-    with hosts(2, folder=folder, names=names) as two:
+    with two_hosts(folder) as two:
         extra = {"PYTHONPATH": TEST_PATH, "OMP_NUM_THREADS": "1"}
         command = ["-m", "support.host_ranks", str(folder)]
         agents = two.torchrun(command, ranks, extra=extra, stderr=subprocess.PIPE, text=True)
@@ -87,22 +70,10 @@ def hash_on_one_device(name: str) -> str:
         return hash_of(run(model, call))
 
 
-def check_bytes(name: str, config: dict[str, Any], of_ranks: list[dict[str, Any]], numbers: list[int]) -> None:
-    """What was counted is what went through the interfaces."""
-    counted = sum(sum(one["across"].values()) for one in of_ranks)
-    through = sum(of_ranks[numbers.index(host)]["interface"] for host in set(numbers))
-    # Headers, acknowledgements, and two barriers.
-    assert counted <= through <= 1.1 * counted + 64 * 1024, (name, config, counted, through)
-
-
-@pytest.mark.parametrize(
-    "configs", [TWO[::2], pytest.param(TWO[1::2], marks=pytest.mark.matrix)], ids=["some", "others"]
-)
-def test_two_hosts_compute_what_one_device_does(tmp_path, configs):
-    tasks = [("SD3", config) for config in configs]
+def test_two_hosts_compute_what_one_device_does(tmp_path):
+    tasks = [("SD3", config) for config in TWO]
     for (name, config), of_ranks in zip(tasks, on_hosts(tmp_path, tasks, 1), strict=True):
         check(name, config, of_ranks, [0, 1])
-        check_bytes(name, config, of_ranks, [0, 1])
         assert all(set(one["transports"].values()) <= {"gloo"} for one in of_ranks)
         # The busiest axes, and on one rank.
         busy = [axis for axis in ("ulysses", "tensor") if axis in config]
@@ -115,7 +86,6 @@ def test_two_hosts_of_two_ranks(tmp_path, name):
     tasks = [(name, config) for config in FOUR]
     for (_, config), of_ranks in zip(tasks, on_hosts(tmp_path, tasks, 2), strict=True):
         check(name, config, of_ranks, [0, 0, 1, 1])
-        check_bytes(name, config, of_ranks, [0, 0, 1, 1])
 
 
 @pytest.mark.matrix
@@ -123,7 +93,7 @@ def test_the_command_line_on_two_hosts_draws_the_bits_of_one(tmp_path):
     """Under torchrun; the first rank's host writes, and the second one says nothing."""
     words = ["-m", "ditmesh", "generate", "a red fox", "--steps", "2", "--reproducible", "--threads", "1", "--json"]
     extra = {"PYTHONPATH": TEST_PATH, "OMP_NUM_THREADS": "1"}
-    with hosts(2, folder=tmp_path) as two:
+    with two_hosts(tmp_path) as two:
         pipe = subprocess.PIPE
         agents = two.torchrun(
             [*words, "--ulysses", "2", "--out", str(tmp_path / "two")], extra=extra, stdout=pipe, stderr=pipe, text=True
@@ -137,12 +107,3 @@ def test_the_command_line_on_two_hosts_draws_the_bits_of_one(tmp_path):
     (one,), (other,) = (list((tmp_path / name).glob("*.png")) for name in ("one", "two"))
     with Image.open(one) as first, Image.open(other) as second:
         assert first.tobytes() == second.tobytes()
-
-
-@pytest.mark.matrix
-def test_hosts_of_equal_names_and_unequal_ranks(tmp_path):
-    """Three ranks and one, and both hosts have one name."""
-    tasks = [("SD3", config) for config in ({"ring": 4}, {"cfg": 2, "ulysses": 2}, {"ring": 2, "tensor": 2})]
-    for (name, config), of_ranks in zip(tasks, on_hosts(tmp_path, tasks, [3, 1], names=["node"] * 2), strict=True):
-        check(name, config, of_ranks, [0, 0, 0, 1])
-        check_bytes(name, config, of_ranks, [0, 0, 0, 1])

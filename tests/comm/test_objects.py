@@ -2,55 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-import ditmesh
 from ditmesh.comm import backends, objects
-
-SOURCE = Path(ditmesh.__file__).parent
-# The one file that may; what is exchanged there is exchanged over gloo.
-ALLOWED = {SOURCE / "comm" / "objects.py"}
-
-
-def objects_sent(text: str) -> list[int]:
-    """Lines of a program that use a collective of objects of torch's."""
-    names = {name for name in dir(dist) if re.search(r"_object(_list)?$", name)}
-    modules, lines = {"dist", "distributed_c10d"}, []
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules |= {alias.asname for alias in node.names if alias.asname and "distributed" in alias.name}
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
-            lines += [node.lineno for alias in node.names if alias.name in names]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in names:
-            owner = node.value
-            of = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
-            lines += [node.lineno] if of in modules | {"distributed"} else []
-    return lines
-
-
-def test_collectives_of_objects_are_called_in_one_file():
-    found = {path: objects_sent(path.read_text()) for path in SOURCE.rglob("*.py")}
-    assert {path for path, lines in found.items() if lines} == ALLOWED
-
-
-def test_planted_calls_are_found():
-    for text in (
-        "dist.all_gather_object(a, b)",
-        "import torch.distributed as d\nd.broadcast_object_list(a)",
-        "torch.distributed.gather_object(a)",
-        "from torch.distributed import scatter_object_list",
-    ):
-        assert objects_sent(text)
-    assert not objects_sent("gather_objects(a)\nlink.all_gather_object(a)\nlink.broadcast_object(a)")
 
 
 def without_gloo() -> tuple[list[Any], list[Any], int, bool]:

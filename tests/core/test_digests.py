@@ -9,25 +9,15 @@ from ditmesh.core import digests
 from ditmesh.core.digests import tensor_digest
 from ditmesh.core.values import Values, as_bytes, seen
 
-
-def test_a_single_number_that_was_expanded_has_a_digest():
-    """As a timestep of a batch of one, which pipelines expand."""
-    assert tensor_digest(torch.tensor(3.0).expand(1)) == tensor_digest(torch.tensor([3.0]))
-    assert tensor_digest(torch.tensor(3.0).expand(2)) == tensor_digest(torch.tensor([3.0, 3.0]))
-
-
 LAYOUTS = {
     "a number": torch.tensor(1.5),
     "expanded to one": torch.tensor(1.5).expand(1),
-    "expanded to one by one": torch.tensor(1.5).expand(1, 1),
-    "expanded to two": torch.tensor(1.5).expand(2),
     "one of a row": torch.tensor([1.5, 2.5])[::2],
     "a column": torch.tensor([[1.5, 2.5], [3.5, 4.5]])[:, 0],
     "turned": torch.tensor([[1.5, 2.5], [3.5, 4.5]]).t(),
     "none": torch.empty(0).expand(3, 0),
     "conjugate, expanded": torch.tensor(1 + 2j).conj().expand(1),
     "negative, expanded": torch.tensor(1 + 2j).conj().imag.expand(1),
-    "boolean, expanded": torch.tensor(True).expand(1),
     "bfloat16, expanded": torch.tensor(1.5, dtype=torch.bfloat16).expand(1),
 }
 

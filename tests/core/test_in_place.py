@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ditmesh
-from ditmesh.layout.derive import derive_layout, derive_rows
+from ditmesh.layout.derive import derive_rows
 from support.models import relative_error
 
 WIDTH, HEADS = 32, 4
@@ -89,10 +89,10 @@ def joint(ignore: bool = False, batch: int = 1):
     return model, given | {"timestep": torch.linspace(0.3, 0.8, batch)}
 
 
-def errors(config, batch=1, ignore=False, inference=False):
+def errors(config, batch=1, ignore=False, mode=torch.no_grad):
     """Relative errors of two calls against one device; or the sentence of a refusal."""
     model, call = joint(ignore, batch)
-    with torch.inference_mode() if inference else torch.no_grad():
+    with mode():
         truth = copy.deepcopy(model)(**call)
         try:
             with ditmesh.parallelized(model, config):
@@ -101,14 +101,17 @@ def errors(config, batch=1, ignore=False, inference=False):
             return str(error)
 
 
-@pytest.mark.parametrize("config", [{"ring": 2, "reproducible": True}, {"data": 2}], ids=str)
-def test_blocks_that_write_to_their_arguments(ranks, config):
-    for found in ranks(2).run(errors, config, 2):
-        assert max(found) < 1e-5
-
-
-def test_in_inference_mode(ranks):
-    for found in ranks(2).run(errors, {"ring": 2}, 1, False, True):
+@pytest.mark.parametrize(
+    ("config", "mode"),
+    [
+        ({"ring": 2, "reproducible": True}, torch.no_grad),
+        ({"data": 2}, torch.no_grad),
+        ({"ring": 2}, torch.inference_mode),
+    ],
+    ids=str,
+)
+def test_blocks_that_write_to_their_arguments(ranks, config, mode):
+    for found in ranks(2).run(errors, config, 2, False, mode):
         assert max(found) < 1e-5
 
 
@@ -132,15 +135,3 @@ def test_sizes_that_equal_the_number_of_samples(samples):
         assert layout.rows
         assert set(layout.unbatched) == {"img_ids", "layered"}
         assert layout.batched == (("layered", 1),)
-
-
-def test_attention_over_one_token_is_said():
-    model = Rotated().eval()
-    call = {
-        "hidden_states": torch.randn(1, 1, 8),
-        "img_ids": torch.randn(1, 3),
-        "layered": torch.randn(2, 1, 5, WIDTH),
-        "timestep": torch.tensor([0.4]),
-    }
-    with pytest.raises(ditmesh.LayoutError, match="over one token in this call"):
-        derive_layout(model, call)

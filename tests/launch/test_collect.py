@@ -35,14 +35,6 @@ def test_answers_come_in_rank_order_and_end_the_call() -> None:
     assert collector.result(place, None) == ["a", "b"]
 
 
-def test_messages_are_passed_on() -> None:
-    heard = []
-    collector = Collector(1, on_message=lambda rank, message: heard.append((rank, message)))
-    collector.take(0, "message", 3)
-    Collector(1).take(0, "message", 4)
-    assert heard == [(0, 3)]
-
-
 def test_a_deadline_names_the_silent_ranks_and_where_they_are() -> None:
     collector = Collector(3, 4.0, "joined")
     collector.take(0, "answer", None)
@@ -110,11 +102,3 @@ def test_what_all_raise_alike_needs_no_new_group() -> None:
     with pytest.raises(RankFailed) as caught:
         collector.result(place, lambda: pytest.fail("joined"))
     assert caught.value.pool_open
-
-
-def test_ranks_that_are_given_up_end_the_call() -> None:
-    collector = Collector(2)
-    collector.take(0, "answer", None)
-    collector.give_up([0], "gone on")
-    assert collector.tick(0.0) == 0
-    assert str(failed(collector)).startswith("rank 0 of 2 had not gone on")

@@ -46,7 +46,9 @@ class Nodes:
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     there = Nodes()
-    yield there
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_ADDRESS", there.address)
+        yield there
     ray.shutdown()
     there.cluster.shutdown()
 
@@ -54,7 +56,7 @@ def nodes() -> Iterator[Nodes]:
 @pytest.fixture
 def ranks2(nodes: Nodes) -> Iterator[Any]:
     nodes.again()
-    with launcher(f"ray@{nodes.address}", 2, "cpu", 1, TIMEOUT) as ranks:
+    with launcher("ray", 2, "cpu", 1, TIMEOUT) as ranks:
         yield ranks
 
 
@@ -158,9 +160,9 @@ def test_a_rank_that_is_lost_is_named(ranks2: Any, number: int, said: str) -> No
 def test_what_the_cluster_has_not(nodes: Nodes, world_size: int, threads: int | None, said: str) -> None:
     nodes.again()
     with pytest.raises(ConfigError, match=said):
-        launcher(f"ray@{nodes.address}", world_size, "cpu", threads, TIMEOUT)
+        launcher("ray", world_size, "cpu", threads, TIMEOUT)
     with pytest.raises(ConfigError, match="GPUs, and the Ray cluster has 0"):
-        launcher(f"ray@{nodes.address}", 1, "cuda")
+        launcher("ray", 1, "cuda")
 
 
 def test_generate_on_a_cluster_has_the_bits_of_ranks_of_this_machine(nodes: Nodes, tmp_path: Path) -> None:
@@ -176,13 +178,14 @@ def test_generate_on_a_cluster_has_the_bits_of_ranks_of_this_machine(nodes: Node
         assert done.returncode == 0, done.stderr
         return [Image.open(picture["path"]).tobytes() for picture in json.loads(done.stdout)["images"]]
 
-    assert pixels("cluster", "--launcher", f"ray@{nodes.address}") == pixels("here")
+    assert pixels("cluster", "--launcher", "ray") == pixels("here")
     assert gone()
 
 
 def test_no_cluster_there() -> None:
-    code = "from ditmesh.launch import launcher; launcher('ray@127.0.0.1:1', 1, 'cpu')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    code = "from ditmesh.launch import launcher; launcher('ray', 1, 'cpu')"
+    environment = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert "no Ray cluster answers at 127.0.0.1:1" in done.stderr
-    with pytest.raises(ConfigError, match="takes no address"):
-        launcher("local@here", 1)

@@ -26,12 +26,11 @@ from support.train import importing_tests
 
 # Seconds within which a server has ranks again.
 BACK = 30.0
-REAL: dict[str, Any] = {"launcher": "local", "threads": 1, "stall": 4.0, "load": 60.0, "stopped": 1.5}
+REAL: dict[str, Any] = {"launcher": "local", "threads": 1, "stall": 4.0, "load": 60.0}
 
 SAID = {
     "raise": ("rank_failed", "rank 1 of 2 raised ArithmeticError: on purpose"),
     "kill": ("rank_failed", "rank 1 of 2 was killed by SIGKILL"),
-    "stop": ("stalled", "rank 1 of 2 had not gone on for 1.5 s after it was stopped by a signal such as SIGSTOP"),
     "hang": ("stalled", "ranks 0, 1 of 2 had not said anything for 4 s"),
 }
 
@@ -246,8 +245,8 @@ def test_ranks_that_do_not_start_are_started_again_after_a_while(tmp_path: Path)
 # ---- what a server needs of a pool
 
 
-def test_replies_come_from_any_thread(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when a rank does not read for a while, and nothing else happens meanwhile that would wake up the pool."""
+def test_replies_come_from_any_thread(ranks: Callable[[int], RankPool]) -> None:
+    """Also when a rank does not read for a while."""
     pool, size = ranks(2), 3_000_000
     started = threading.Event()
 
@@ -262,21 +261,6 @@ def test_replies_come_from_any_thread(ranks: Callable[[int], RankPool], monkeypa
     answers = pool.run(on_rank.take_replies, 20, on_message=lambda rank, message: started.set())
     for thread in threads:
         thread.join()
-    # The ranks were asked when they had nothing to say: that alone must wake up the pool.
-    monkeypatch.setattr("ditmesh.launch.pool.POLL_SECONDS", 30.0)
-    asked, heard_of = time.monotonic(), threading.Semaphore(0)
-
-    def ask() -> None:
-        for number in range(10):
-            heard_of.acquire()
-            time.sleep(0.05)
-            pool.reply((0, number, b"x" * size))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    pool.run(on_rank.take_replies, 10, on_message=lambda rank, message: rank or heard_of.release())
-    asking.join()
-    assert time.monotonic() - asked < 60.0
     for heard in answers:
         assert sorted(heard) == [(thread, number, size) for thread in range(4) for number in range(5)]
         for thread in range(4):

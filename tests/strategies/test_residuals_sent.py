@@ -49,7 +49,7 @@ def test_what_is_shown_is_what_receivers_have(dtype, cuts):
     there = states[0].permute(1, 2, 3, 0, 4).contiguous().permute(3, 0, 1, 2, 4)
     for now in states[1:]:
         expected = packer.encode(now.float() - shown.float())
-        message = packer.encode_new(packer.new(now.split(cuts), shown), shown)
+        message = packer.encode_new(now.split(cuts), shown)
         assert torch.equal(message, expected)
         packer.put(message, there.split(cuts))
         assert torch.equal(shown, there)

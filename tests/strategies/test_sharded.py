@@ -19,7 +19,6 @@ from support.sharded import (
     broken_off,
     compared,
     encoded,
-    encoded_alone,
     fingerprints,
     not_of_its_files,
     refused,
@@ -192,13 +191,6 @@ def test_text_encoders(ranks, how, most, shard):
         assert result["images"]
         assert result["held"] <= share
         assert result["restored"]
-
-
-@pytest.mark.parametrize("how", ["sharded", pytest.param("tensor", marks=pytest.mark.matrix)])
-def test_a_prompt_that_one_rank_encodes_alone_names_the_encoder(ranks, how):
-    every = ranks(2).run(encoded_alone, how, 3.0)
-    waits = r"rank 0 waited in .* > CLIPTextModel.*; rank 1 waited in the boundary of a call of \w+Pipeline"
-    assert any(re.search(waits, said) for said in every), every
 
 
 @pytest.mark.parametrize("later", [False, True])

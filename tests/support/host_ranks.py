@@ -41,33 +41,14 @@ def measured(name: str, config: dict[str, Any]) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught, ditmesh.parallelized(model, config):
         engine = ditmesh.engine_of(model)
         engine.begin_request(steps=4)
-        # What is agreed on once, such as who has which rows, is over.
-        run(model, call)
-        engine.begin_request(steps=4)
-        mesh = engine.mesh
-        mesh.traffic.reset()
-        dist.barrier()
-        before = interface_bytes()
-        # Nobody on this host sends before all have looked.
-        dist.barrier()
-        value = run(model, call)
-        dist.barrier()
+        mesh, value = engine.mesh, run(model, call)
         return {
             "error": relative_error(value, truth),
             "hash": hash_of(value),
             "hosts": list(mesh.hosts.numbers),
             "transports": {axis: getattr(mesh, axis).transport for axis in config if getattr(mesh, axis, None)},
-            "across": {axis: count for axis, count in mesh.traffic.bytes_across.items() if count},
-            "interface": interface_bytes() - before,
             "warned": [str(one.message) for one in caught if one.category is ditmesh.HostsWarning],
         }
-
-
-def interface_bytes(interface: str = "eth0") -> int:
-    """Bytes that a network interface of this host has sent."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    found = [line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{interface}:")]
-    return int(found[0][8]) if found else 0
 
 
 def main() -> None:

@@ -28,10 +28,8 @@ NET = "10.77.0"
 # The interface of every host.
 INTERFACE = "eth0"
 TOOLS = ("unshare", "nsenter", "ip", "mount", "env")
-# Bytes that a token bucket holds at least: one large packet of TCP's segmentation, and some more.
-BURST = 128 * 1024
-# Seconds of its rate that it holds, and those that a packet waits in its queue at most.
-HELD, QUEUED = 1e-3, 0.05
+# Where ranks meet.
+PORT = 29500
 
 # First process of a host: it takes children over that their parents have left, and ends with its standard input.
 _FIRST = "trap '' CHLD; exec cat"
@@ -53,7 +51,6 @@ class Host:
         address: IPv4 address of its interface.
         process: ``unshare``, which has made it.
         inside: process id of its first process.
-        folder: the folder that all hosts share, where one was given.
     """
 
     number: int
@@ -61,7 +58,6 @@ class Host:
     address: str
     process: subprocess.Popen[bytes]
     inside: int
-    folder: Path | None = None
     _started: list[subprocess.Popen[Any]] = field(default_factory=list)
 
     def command(self, command: Sequence[str], folder: str | os.PathLike[str] | None = None) -> list[str]:
@@ -131,66 +127,22 @@ class Host:
         """
         self.net("ip", "rule", "add", "ipproto", "tcp", "sport", ports, "blackhole")
 
-    def sent(self) -> int:
-        """Bytes that its interface has sent so far, with all headers."""
-        return self._counter("tx_bytes")
-
-    def received(self) -> int:
-        """Bytes that its interface has received so far, with all headers."""
-        return self._counter("rx_bytes")
-
     def _forsake(self) -> None:
         """Kill what stands outside for each command: one whose command is stopped stops too, and buries it no more."""
         for started in self._started:
             started.kill()
 
-    def _counter(self, name: str) -> int:
-        # /sys shows the network namespace of whoever has mounted it: only `ip` and /proc/net follow the process.
-        lines = Path(f"/proc/{self.inside}/net/dev").read_text().splitlines()
-        words = next(line for line in lines if line.strip().startswith(f"{INTERFACE}:")).partition(":")[2].split()
-        return int(words[{"rx_bytes": 0, "tx_bytes": 8}[name]])
-
     def _enter(self) -> list[str]:
         return ["nsenter", "--target", str(self.inside), *_NAMESPACES, "--"]
 
 
-@dataclass
-class Hosts:
-    """Hosts that reach one another over a network.
-
-    Attributes:
-        hosts: all of them, in order.
-        rate: bits a second in either direction at every host's interface, headers of packets included (4.5 % of what
-            TCP sends); None: as fast as it goes.
-    """
-
-    hosts: list[Host]
-    rate: float | None = None
-    _switch: Host | None = None
-
-    def __getitem__(self, number: int) -> Host:
-        return self.hosts[number]
-
-    def __iter__(self) -> Iterator[Host]:
-        return iter(self.hosts)
-
-    def __len__(self) -> int:
-        return len(self.hosts)
-
-    def set_rate(self, rate: float | None) -> None:
-        """Change the rate of all interfaces, both ways, in bits a second; None: as fast as it goes."""
-        self.rate = rate
-        for host in self.hosts:
-            _shape(host, INTERFACE, rate)
-            if self._switch is not None:
-                _shape(self._switch, f"port{host.number}", rate)
+class Hosts(list[Host]):
+    """Hosts that reach one another over a network."""
 
     def torchrun(
         self,
         command: Sequence[str],
-        ranks: int | Sequence[int] = 1,
-        port: int = 29500,
-        options: Sequence[str] = (),
+        ranks: int = 1,
         extra: Mapping[str, str] | None = None,
         **more: Any,
     ) -> list[subprocess.Popen[Any]]:
@@ -198,108 +150,61 @@ class Hosts:
 
         Args:
             command: what ranks run: a script and its arguments, or ``-m`` and a module.
-            ranks: of every host, or of each.
-            port: where they meet.
-            options: more of torchrun's options.
+            ranks: of every host.
             extra, more: see `Host.start`.
 
         Returns:
             The agents, in the order of hosts.
         """
-        each = [ranks] * len(self.hosts) if isinstance(ranks, int) else list(ranks)
-        meet = ["--master-addr", self.hosts[0].address, "--master-port", str(port)]
+        meet = ["--master-addr", self[0].address, "--master-port", str(PORT)]
         return [
             host.start(
                 [
-                    *(sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", str(len(self.hosts))),
-                    *("--nproc-per-node", str(count), "--node-rank", str(host.number), *meet, *options, *command),
+                    *(sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", str(len(self))),
+                    *("--nproc-per-node", str(ranks), "--node-rank", str(host.number), *meet, *command),
                 ],
                 extra,
                 **more,
             )
-            for host, count in zip(self.hosts, each, strict=True)
+            for host in self
         ]
 
     def ranks(
-        self,
-        command: Sequence[str],
-        ranks: int | Sequence[int] = 1,
-        port: int = 29500,
-        extra: Mapping[str, str] | None = None,
-        **more: Any,
+        self, command: Sequence[str], extra: Mapping[str, str] | None = None, **more: Any
     ) -> list[subprocess.Popen[Any]]:
-        """Start ranks without torchrun's agents, with the variables that they would set: a process per rank, in order.
+        """Start a rank on every host without torchrun's agents, with the variables that they would set.
 
         Args: as of `torchrun`; ``command`` is a program and its arguments.
         """
-        each = [ranks] * len(self.hosts) if isinstance(ranks, int) else list(ranks)
-        started, rank = [], 0
-        for host, count in zip(self.hosts, each, strict=True):
-            for local in range(count):
-                variables = {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(sum(each)),
-                    "LOCAL_RANK": str(local),
-                    "LOCAL_WORLD_SIZE": str(count),
-                    "MASTER_ADDR": self.hosts[0].address,
-                    "MASTER_PORT": str(port),
-                }
-                started.append(host.start(command, {**variables, **(extra or {})}, **more))
-                rank += 1
-        return started
+        about = {"WORLD_SIZE": str(len(self)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(PORT)}
+        return [
+            host.start(
+                command, {**about, "RANK": str(host.number), "MASTER_ADDR": self[0].address, **(extra or {})}, **more
+            )
+            for host in self
+        ]
 
 
 @contextmanager
-def hosts(
-    count: int = 2,
-    rate: float | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    names: Sequence[str] | None = None,
-) -> Iterator[Hosts]:
-    """Hosts for as long as the context lasts.
+def two_hosts(folder: str | os.PathLike[str] | None = None) -> Iterator[Hosts]:
+    """Two hosts, joined by a cable, for as long as the context lasts.
 
     Args:
-        count: how many. Two are joined by a cable, more by a switch.
-        rate: bits a second in either direction at every host's interface.
-        folder: one that all of them see at the path that it has here; of the rest of ``/tmp`` they see the Python
+        folder: one that both of them see at the path that it has here; of the rest of ``/tmp`` they see the Python
             environment and this clone where these lie there, and nothing else.
-        names: their host names; default: ``host0``, ``host1`` …
 
     Raises:
         NoHosts: namespaces cannot be made here.
     """
     if reason := missing():
         raise NoHosts(reason)
-    names = names or [f"host{number}" for number in range(count)]
     with ExitStack() as undo:
-        made = [_host(undo, number, name, folder) for number, name in enumerate(names)]
-        switch = None
-        if count == 2:
-            one, two = made
-            one.net("ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", _pid(two))
-        elif count > 2:
-            switch = _switch(undo, made)
+        one, two = made = Hosts(_host(undo, number, folder) for number in range(2))
+        one.net("ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", str(two.inside))
         for host in made:
-            if count > 1:
-                host.net("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE)
-                host.net("ip", "link", "set", INTERFACE, "up")
-                # BBR takes its time to find out how fast a token bucket is.
-                host.net("sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control")
-        together = Hosts(made, None, switch)
-        if rate is not None:
-            together.set_rate(rate)
-        yield together
-
-
-def _shape(host: Host, interface: str, rate: float | None) -> None:
-    """Limit what an interface of a host sends to so many bits a second; None: to nothing."""
-    if rate is None:
-        # What an interface of this kind has without being told.
-        host.net("tc", "qdisc", "replace", "dev", interface, "root", "noqueue")
-    else:
-        burst = max(BURST, int(rate / 8 * HELD))
-        bucket = ["rate", f"{int(rate)}bit", "burst", str(burst), "latency", f"{QUEUED * 1e3:g}ms"]
-        host.net("tc", "qdisc", "replace", "dev", interface, "root", "tbf", *bucket)
+            host.net("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE)
+            host.net("ip", "link", "set", INTERFACE, "up")
+        yield made
 
 
 @cache
@@ -307,12 +212,9 @@ def missing() -> str | None:
     """Why hosts cannot be made here, in a few words; None: they can."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
-    if absent := [tool for tool in (*TOOLS, "tc") if shutil.which(tool) is None]:
+    if absent := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"{', '.join(absent)} not installed (util-linux, iproute2)"
-    script = (
-        "mount -t tmpfs none /dev/shm && ip link set lo up && ip link add a0 type veth peer name b0 && "
-        "tc qdisc add dev a0 root tbf rate 1gbit burst 1mb latency 50ms"
-    )
+    script = "mount -t tmpfs none /dev/shm && ip link set lo up && ip link add a0 type veth peer name b0"
     tried = subprocess.run(
         ["unshare", *_NAMESPACES, "--fork", "--mount-proc", "sh", "-c", script], capture_output=True, text=True
     )
@@ -321,15 +223,16 @@ def missing() -> str | None:
     return None
 
 
-def _host(undo: ExitStack, number: int, name: str, folder: str | os.PathLike[str] | None) -> Host:
+def _host(undo: ExitStack, number: int, folder: str | os.PathLike[str] | None) -> Host:
     process, inside = _first(undo)
-    shared = None if folder is None else Path(folder).resolve()
-    host = Host(number, name, f"{NET}.{number + 1}", process, inside, shared)
+    name = f"host{number}"
+    host = Host(number, name, f"{NET}.{number + 1}", process, inside)
     undo.callback(host._forsake)
     # Only its own name, at an address that no other host reaches: as many a system is installed.
     lines = f"127.0.0.1 localhost\\n127.0.1.1 {name}\\n"
     # What a host must see runs from there: an environment or a clone may lie in /tmp itself.
-    kept = {Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[2], *([shared] if shared else [])}
+    kept = {Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[2]}
+    kept |= set() if folder is None else {Path(folder).resolve()}
     shown = [str(one) for one in sorted(kept) if one.is_relative_to("/tmp")]
     steps = [
         "mount -t tmpfs none /dev/shm",
@@ -370,18 +273,6 @@ def _first(undo: ExitStack) -> tuple[subprocess.Popen[bytes], int]:
     return process, inside
 
 
-def _switch(undo: ExitStack, made: Sequence[Host]) -> Host:
-    """Join hosts by a bridge in a namespace of its own."""
-    switch = Host(-1, "switch", "", *_first(undo))
-    switch.net("ip", "link", "add", "br0", "type", "bridge")
-    switch.net("ip", "link", "set", "br0", "up")
-    for host in made:
-        port = f"port{host.number}"
-        switch.net("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", _pid(host))
-        switch.net("ip", "link", "set", port, "master", "br0", "up")
-    return switch
-
-
 def _end(process: subprocess.Popen[bytes], inside: int) -> None:
     """End a host: all its processes go with the first one, which goes with ``unshare``. Harmless twice."""
     if process.stdin is None or process.stdin.closed:
@@ -397,10 +288,6 @@ def _ends_with_its_parent() -> Callable[[], None]:
     """What a child does before its program begins: it asks to be killed when the thread that made it ends."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _pid(host: Host) -> str:
-    return str(host.inside)
 
 
 def _child(pid: int) -> int:

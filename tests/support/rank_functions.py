@@ -18,12 +18,6 @@ def identity(value: Any = None) -> tuple[int, int, Any]:
     return dist.get_rank(), dist.get_world_size(), value
 
 
-def threads() -> tuple[int, str | None]:
-    import torch
-
-    return torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
-
-
 def total(value: float) -> Any:
     import torch
     import torch.distributed as dist
@@ -109,22 +103,6 @@ def answer_with_a_lock() -> Any:
     return threading.Lock()
 
 
-def nap(*, report: Any) -> None:
-    """Say so, and come to no end."""
-    report("napping")
-    time.sleep(600)
-
-
-def hold_everything(seconds: float) -> float:
-    """Compute for long in C, where no other thread of Python runs meanwhile."""
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-    return seconds
-
-
-def size_of(data: bytes) -> int:
-    return len(data)
-
-
 def collect_garbage() -> tuple[float, int, int]:
     """MiB that a full collection makes this rank's own, objects that it need not look at, and garbage that waits.
 
@@ -207,9 +185,3 @@ def break_step(pipe: Any, rank: int) -> None:
 
 def mend_step(pipe: Any) -> None:
     vars(pipe.scheduler).pop("step")
-
-
-def _refuse_by_rank() -> None:
-    import torch.distributed as dist
-
-    raise ArithmeticError(f"not on rank {dist.get_rank()}")

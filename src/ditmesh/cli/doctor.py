@@ -48,14 +48,6 @@ def doctor(
     emit(facts, as_json, _say)
 
 
-def _peers(access: list[list[bool]]) -> str:
-    """The pairs of GPUs without peer access."""
-    pairs = [(one, other) for one, row in enumerate(access) for other, can in enumerate(row) if not can]
-    if len(access) < 2:
-        return ""
-    return "no access: " + ", ".join(f"{one} to {other}" for one, other in pairs) if pairs else "between all GPUs"
-
-
 def _say(facts: dict[str, Any]) -> Report:
     report = Report()
     report.facts(_machine(facts))
@@ -80,10 +72,8 @@ def _machine(facts: dict[str, Any]) -> dict[str, str | None]:
         "CPU": f"{cpu['model']}, {cpu['cores']} cores, {cpu['threads']} threads, {cpu['memory_gb']} GB",
         "GPUs": ", ".join(f"{gpu['name']} ({gpu['memory_gb']} GB)" for gpu in facts["gpus"]) or "none",
         "backends": ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in facts["backends"].items()),
-        "attention": ", ".join(facts["attention"]),
         "driver": facts["driver"] and f"NVIDIA {facts['driver']}",
         "NCCL": facts["nccl"],
-        "peer access": _peers(facts["peer_access"]),
         "/dev/shm": memory and f"{memory['free_gb']:g} of {memory['size_gb']:g} GB free",
         "variables": ", ".join(f"{name}={value}" for name, value in facts["variables"].items()) or "none",
     }

@@ -123,7 +123,7 @@ def generate(
 
     torchrun --nproc-per-node 4 -m ditmesh generate "a red fox" --model ./my-flux
 
-    ditmesh generate "a red fox" --devices 8 --launcher ray@10.0.0.1:6379
+    ditmesh generate "a red fox" --devices 8 --launcher ray
     """
     began, settings = time.perf_counter(), parallel.settings()
     asked = read_prompts(prompts, pictures.prompts_file)

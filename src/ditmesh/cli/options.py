@@ -140,9 +140,8 @@ Timeout = Annotated[
 LauncherName = Annotated[
     str | None,
     rank_option(
-        metavar="local|ray[@HOST:PORT]|NAME",
-        help="Choose the launcher of the ranks: this machine, a Ray cluster (by default RAY_ADDRESS), or another "
-        "package.",
+        metavar="local|ray|NAME",
+        help="Choose the launcher of the ranks: this machine, a Ray cluster (RAY_ADDRESS), or another package's.",
         show_default="local",
     ),
 ]

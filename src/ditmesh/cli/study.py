@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -221,12 +220,10 @@ def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any]) -> dic
     from ..lab.study.analysis import StudyResults
     from ..lab.study.page import write
     from ..lab.study.store import Store, run_cells
-    from ..launch import connection
 
     out = Path(options.out)
     store = Store(out)
-    real = any(cell.real for cell in plan.cells)
-    with connection(options.launcher) if real else nullcontext(), bar() as progress:
+    with bar() as progress:
         task = progress.add_task("loading", total=len(plan.cells))
         there = sum(store.get(cell, plan.setup) is not None for cell in plan.cells)
         progress.update(task, completed=there)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from inspect import signature
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from ..errors import ConfigError
 
 # Tensors of GPUs over NCCL; Python objects, and tensors on the host, over gloo. torch pickles objects through the
 # device where a group has NCCL alone, and each of them makes the host wait for it.
@@ -23,34 +19,13 @@ CARRIED = {
 }
 
 
-# How NCCL's communicators are made:
-# "eager": the default group is bound to this rank's device, and every other group is split from it at once, which all
-#   ranks of the job take part in;
-# "own": each group is made by its own ranks, at once; the default group, which carries no tensors, has none;
-# "lazy": at the first message of a group, and of every pair of ranks that send one another single messages.
-NcclInit = Literal["eager", "own", "lazy"]
-NCCL_INIT = "DITMESH_NCCL_INIT"
-
-
-def nccl_init() -> NcclInit:
-    """The way in which NCCL's communicators are made, as this rank's environment says.
-
-    Raises:
-        ConfigError: it says something unknown.
-    """
-    asked, ways = os.environ.get(NCCL_INIT, "eager"), get_args(NcclInit)
-    found = next((way for way in ways if way == asked), None)
-    if found is None:
-        raise ConfigError(f"{NCCL_INIT}={asked!r} is unknown; use {', '.join(ways[:-1])} or {ways[-1]}")
-    return found
-
-
 def bound_device(device: torch.device, world_size: int) -> torch.device | None:
     """The ``device_id`` of the default process group of ranks that compute on such a device.
 
-    A single rank sends nothing: it gets no communicator, which would take 580 MiB of an H200's memory.
+    Every other group is then split from it at once. A single rank sends nothing: it gets no communicator, which would
+    take 580 MiB of an H200's memory.
     """
-    return device if device.type == "cuda" and world_size > 1 and nccl_init() == "eager" else None
+    return device if device.type == "cuda" and world_size > 1 else None
 
 
 def group_options(device: torch.device) -> dict[str, Any]:
@@ -58,16 +33,7 @@ def group_options(device: torch.device) -> dict[str, Any]:
 
     A group of a job that was set up with NCCL alone has a half for objects, too.
     """
-    if device.type != "cuda" or backend_of(None, device) != "nccl":
-        return {}
-    if nccl_init() != "own":
-        return {"backend": ON_GPUS}
-    if "device_id" not in signature(dist.distributed_c10d.new_group).parameters:
-        raise ConfigError(
-            f"{NCCL_INIT}=own needs a torch with a device_id in new_group, and {torch.__version__} has none there; use "
-            "lazy, or a later torch"
-        )
-    return {"backend": ON_GPUS, "device_id": device}
+    return {"backend": ON_GPUS} if device.type == "cuda" and backend_of(None, device) == "nccl" else {}
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> str:

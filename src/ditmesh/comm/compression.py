@@ -15,45 +15,6 @@ class Codec:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        # Memory for intermediate results, by dtype and number.
-        self._rooms: dict[tuple[torch.dtype, int], Tensor] = {}
-
-    def forget(self) -> None:
-        """Give the memory for intermediate results back."""
-        self._rooms.clear()
-
-    def _room(
-        self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype = torch.float32, number: int = 0
-    ) -> Tensor:
-        """Memory for an intermediate result, which lasts until the same number is asked for again.
-
-        A CPU gets the same memory every time: what was just written lies in its caches, and fresh memory does not. A
-        GPU has no such gain, and its allocator keeps memory by itself.
-        """
-        if like.device.type != "cpu":
-            return torch.empty(shape, dtype=dtype, device=like.device)
-        kept, count = self._rooms.get((dtype, number)), prod(shape)
-        if kept is None or kept.numel() < count:
-            kept = self._rooms[dtype, number] = torch.empty(count, dtype=dtype)
-        return kept[:count].view(shape)
-
-    def together(self, slots: Sequence[Tensor]) -> Tensor:
-        """Tokens of several places (S, 2, B, H, D), one after the other; only until the next call of the codec."""
-        if len(slots) == 1:
-            return slots[0]
-        first, (tokens, *rest, dim) = slots[0], joined(slots)
-        return one_after_other(slots, out=self._room((*rest, tokens, dim), first, first.dtype, 2))
-
-    def new(self, slots: Sequence[Tensor], shown: Tensor) -> Tensor:
-        """Tokens of several places less what is shown of them: float32, heads by heads; as short-lived."""
-        if len(slots) > 2 or shown.dtype != torch.float32:
-            now, before = (by_head(tokens).float().contiguous() for tokens in (self.together(slots), shown))
-            return by_token(now - before)
-        # As many kernels for one or two streams, and what is written is read once less.
-        new = by_token(self._room(tuple(by_head(shown).shape), shown))
-        for slot, before, place in _by_slot(slots, shown, new):
-            torch.sub(slot, before, out=place)
-        return new
 
     def empty(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """A flat tensor that takes `encode` of a tensor (S, 2, B, H, D) of that shape."""
@@ -63,23 +24,18 @@ class Codec:
         """(S, 2, B, H, D), K before V, to a flat contiguous tensor of its own memory."""
         limit, values = torch.finfo(self.dtype).max, by_head(tokens)
         if torch.finfo(tokens.dtype).max > limit:
-            values = torch.clamp(values, -limit, limit, out=self._room(tuple(values.shape), tokens, tokens.dtype))
+            values = values.clamp(-limit, limit)
         flat = torch.empty(values.shape, dtype=self.dtype, device=tokens.device)
         return flat.copy_(values).view(-1)
 
     def decode(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The tokens again, (S, 2, B, H, D), in any floating dtype."""
-        return self._decoded(flat, shape).clone()
-
-    def _decoded(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`decode` that lasts until the next call of the codec."""
+        """The tokens again, (S, 2, B, H, D), in any floating dtype; they may lie in the message's memory."""
         tokens, *rest, dim = shape
         return by_token(flat.view(*rest, tokens, dim))
 
     def put(self, flat: Tensor, slots: Sequence[Tensor]) -> None:
         """Write a message's tokens into their places (S, 2, B, H, D), one after the other."""
-        tokens = self._decoded(flat, joined(slots))
-        for slot, part in _by_slot(slots, tokens):
+        for slot, part in _by_slot(slots, self.decode(flat, joined(slots))):
             slot.copy_(part)
 
     def size(self, width: int) -> float:
@@ -101,21 +57,19 @@ class Int8(Codec):
 
     def encode(self, tokens: Tensor) -> Tensor:
         values = by_head(tokens).float()
-        room = self._room(tuple(values.shape), values)
-        scale = torch.abs(values, out=room).amax(dim=(3, 4), keepdim=True) / 127  # (2, B, H, 1, 1)
-        whole = torch.div(values, scale.clamp_min(torch.finfo(torch.float32).tiny), out=room).round_().clamp_(-127, 127)
+        scale = values.abs().amax(dim=(3, 4), keepdim=True) / 127  # (2, B, H, 1, 1)
+        whole = (values / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(-127, 127)
         flat = self.empty(tuple(tokens.shape), values.device)
         flat[: whole.numel()].view(whole.shape).copy_(whole)
         flat[whole.numel() :].copy_(scale.reshape(-1).view(torch.int8))
         return flat
 
-    def _decoded(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def decode(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
         count = prod(shape)
         tokens, two, batch, heads, dim = shape
         # A copy: the scales may begin at a byte that is no multiple of four.
         scale = flat[count:].clone().view(torch.float32).view(two, batch, heads, 1, 1)
-        inside = (two, batch, heads, tokens, dim)
-        return by_token(self._room(inside, flat).copy_(flat[:count].view(inside)).mul_(scale))
+        return by_token(flat[:count].view(two, batch, heads, tokens, dim) * scale)
 
 
 class Int4(Codec):
@@ -141,16 +95,13 @@ class Int4(Codec):
         return self._coded(by_head(tokens).float())[0]
 
     def _coded(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The message of float32 values (2, B, H, S, D), their integers as float32 and the scales.
-
-        The integers last as long as a room does.
-        """
-        limits, room = torch.finfo(torch.float16), self._room(tuple(values.shape), values, number=1)
-        largest = torch.abs(values, out=room).amax(dim=4, keepdim=True)  # (2, B, H, S, 1)
+        """The message of float32 values (2, B, H, S, D), their integers as float32 and the scales."""
+        limits = torch.finfo(torch.float16)
+        largest = values.abs().amax(dim=4, keepdim=True)  # (2, B, H, S, 1)
         half = (largest / 7).clamp_(limits.tiny, limits.max).half()
         scale = half.float()
-        numbers = torch.div(values, scale, out=room).round_().clamp_(-7, 7)
-        integers = self._room(tuple(values.shape), values, torch.int8).copy_(numbers)
+        numbers = (values / scale).round_().clamp_(-7, 7)
+        integers = numbers.to(torch.int8)
         if numbers.shape[-1] % 2:
             integers = torch.nn.functional.pad(integers, (0, 1))
         first, second = integers.chunk(2, dim=-1)
@@ -169,12 +120,10 @@ class Int4(Codec):
         # A copy: the scales may begin at an odd byte.
         scale = flat[vectors * half :].clone().view(torch.float16).view(*rest, tokens, 1).float()
         second = (packed + 8).bitwise_right_shift_(4)
-        whole = self._room((*rest, tokens, dim), flat)
-        whole[..., half:].copy_(second[..., : dim - half])
-        whole[..., :half].copy_(torch.sub(packed, second, alpha=16))
+        whole = torch.cat([torch.sub(packed, second, alpha=16), second[..., : dim - half]], dim=-1).float()
         return by_token(whole), by_token(scale)
 
-    def _decoded(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def decode(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
         whole, scale = self._uncoded(flat, shape)
         return whole.mul_(scale)
 
@@ -185,14 +134,18 @@ class Int4(Codec):
             # Exact products: a fused sum has the same bits.
             slot.addcmul_(part, of)
 
-    def encode_new(self, values: Tensor, shown: Tensor) -> Tensor:
-        """The message of differences, and what is shown moved on by what the receivers make of it.
+    def encode_new(self, slots: Sequence[Tensor], shown: Tensor) -> Tensor:
+        """The message of what is new, and what is shown moved on by what the receivers make of it.
 
         Args:
-            values: the differences (S, 2, B, H, D), as `new` gives them; they are overwritten.
+            slots: the tokens (S, 2, B, H, D) of several places, one after the other.
             shown: the same tokens as all others have them, in any floating dtype; written to.
         """
-        flat, whole, scale = self._coded(by_head(values))
+        new = torch.empty_like(by_head(shown), dtype=torch.float32, memory_format=torch.contiguous_format)
+        for slot, before, place in _by_slot(slots, shown, by_token(new)):
+            # As many kernels as streams, and what is written is read once less.
+            torch.sub(slot, before.float(), out=place)
+        flat, whole, scale = self._coded(new)
         by_head(shown).addcmul_(whole, scale)
         return flat
 
@@ -207,9 +160,9 @@ def by_token(values: Tensor) -> Tensor:
     return values.permute(3, 0, 1, 2, 4)
 
 
-def one_after_other(slots: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+def one_after_other(slots: Sequence[Tensor]) -> Tensor:
     """A copy of several slots (S, 2, B, H, D) in one, in memory (2, B, H, S, D) as theirs: a head's tokens together."""
-    return by_token(torch.cat([by_head(slot) for slot in slots], dim=3, out=out))
+    return by_token(torch.cat([by_head(slot) for slot in slots], dim=3))
 
 
 def joined(slots: Sequence[Tensor]) -> tuple[int, ...]:

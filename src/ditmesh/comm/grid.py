@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
@@ -21,7 +20,6 @@ from .link import Link
 from .objects import gather_objects
 from .shared import SharedChannel, SharedMemory, possible
 from .state import RequestState, Traffic
-from .whereabouts import Whereabouts
 
 # Seconds. NCCL counts from the moment an operation is queued, behind all earlier work of its device, so that a shorter
 # deadline would end jobs with long steps. The failure watcher reports failed ranks without it.
@@ -191,9 +189,6 @@ class RankGrid:
         self._control = self.new_host_group()
         self.agree(self._misplaced())
         self.hosts = find_hosts(self._control, possible(self.world_size))
-        self._state.whereabouts = Whereabouts(self.rank, self.world_size)
-        # Also for a mesh that was dropped without `close`.
-        weakref.finalize(self._state, self._state.whereabouts.close).atexit = False
 
     def _join_links(self) -> list[Link]:
         """Give every link a process group, one for each set of ranks; the first link of every group. Collective."""
@@ -213,11 +208,8 @@ class RankGrid:
                     with self._lock:
                         self._groups.append(groups[key])
                     firsts.append(link)
-                hosts = self.hosts.numbers
-                here = [rank for rank in link.ranks if hosts[rank] == hosts[self.rank]]
-                joined = len(here) > 1 and self.hosts.joins(here)
-                shared = SharedChannel(memory, number, link.ranks) if memory and joined else None
-                link.connect(groups[key], shared, [hosts[rank] for rank in link.ranks], self.device)
+                shared = SharedChannel(memory, number, link.ranks) if memory and self.hosts.joins(link.ranks) else None
+                link.connect(groups[key], shared, [self.hosts.numbers[rank] for rank in link.ranks], self.device)
         self._over_gloo = all(backend_of(group, self.device) == "gloo" for group in self._groups)
         return firsts
 

@@ -13,7 +13,7 @@ import platform
 import stat
 import sys
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,43 +53,6 @@ class Hosts:
     def single(ranks: int) -> Hosts:
         """So many ranks of one host."""
         return Hosts((frozenset(range(ranks)),) * ranks)
-
-
-@dataclass(frozen=True)
-class Relay:
-    """The relay of a link's data, which each host receives once, from one rank's point of view.
-
-    Ranks are places in the link.
-
-    Attributes:
-        near: the other ranks of this host.
-        to: of every other host the rank that takes what this one sends: the one with the same place among its host's
-            ranks, modulo their number, so that they share the work evenly.
-        takers: for every rank of other hosts the one of this host that takes what it sends, and passes it on.
-    """
-
-    near: tuple[int, ...]
-    to: tuple[int, ...]
-    takers: dict[int, int]
-
-
-def relay_of(hosts: Sequence[int], rank: int) -> Relay | None:
-    """For one rank of a link over ranks on hosts of these numbers.
-
-    None: they are all on one host, or each on its own, and nothing crosses more than once anyway.
-    """
-    members: dict[int, list[int]] = {}
-    for place, host in enumerate(hosts):
-        members.setdefault(host, []).append(place)
-    if len(members) < 2 or len(members) == len(hosts):
-        return None
-    order = {place: number for of in members.values() for number, place in enumerate(of)}
-    places = members.pop(hosts[rank])
-    return Relay(
-        tuple(place for place in places if place != rank),
-        tuple(of[order[rank] % len(of)] for of in members.values()),
-        {place: places[order[place] % len(places)] for place in range(len(hosts)) if place not in places},
-    )
 
 
 def find_hosts(group: dist.ProcessGroup | None, shares: bool) -> Hosts:

@@ -184,8 +184,7 @@ class Link(Transports):
             shapes: shapes of every rank's tensors.
         """
         parts = self._gather(tensors, shapes)
-        near = self._others if self._relay is None else self._relay.near
-        if self._channel is None or len(near) < 2:
+        if self._channel is None or self.size < 3:
             return parts
         # The other receivers of a message read the same memory.
         return [part if peer == self.rank else [tensor.clone() for tensor in part] for peer, part in enumerate(parts)]
@@ -198,17 +197,12 @@ class Link(Transports):
                 list(tensors) if peer == self.rank else _views(part[:size], of)
                 for peer, (part, size, of) in enumerate(zip(parts, sizes, shapes, strict=True))
             ]
-        if self._relay is None or not any(shapes) or self._way == "graph":
-            return self._exchange("all_gather", [tensors] * self.size, shapes)()
-        self._enter("all_gather")
-        incoming = [[tensors[0].new_empty(shape) for shape in of] for of in shapes]
-        received = iter(self._gather_by_hosts(self._relay, "all_gather", tensors, incoming).wait())
-        return [list(tensors) if peer == self.rank else [next(received) for _ in of] for peer, of in enumerate(shapes)]
+        return self._exchange("all_gather", [tensors] * self.size, shapes)()
 
     def _gather_packed(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """All-gather of one buffer of every rank over the process group, sent once; shorter ones are filled up.
 
-        NCCL goes between hosts as it likes; bytes are counted as if a tensor went to each of them once.
+        Bytes are counted as if a tensor went to each rank by itself, whatever the backend does.
 
         Args:
             sizes: elements of every rank's tensors.
@@ -223,8 +217,7 @@ class Link(Transports):
             for place, tensor in zip(_views(used, [tensor.shape for tensor in tensors]), tensors, strict=True):
                 place.copy_(tensor)
         own = sizes[self.rank] * packed.element_size()
-        hosts = len(self._far if self._relay is None else self._relay.to)
-        self.traffic.add(self.name, len(self._others) * own, hosts * own)
+        self.traffic.add(self.name, len(self._others) * own, len(self._far) * own)
         receive = packed.new_empty(self.size * longest)
         return self._posted(packed, receive, getattr(dist, _ALL_GATHER)).wait()[0]
 
@@ -258,8 +251,7 @@ class Link(Transports):
         Returns:
             Waits for the other ranks', as `Transfer.wait` does, and returns the sum. Call it once, in order of posting.
         """
-        # Never passed on inside of a host: stages of a pipeline come to wait for it at other times.
-        transfer = self._gather_from_all([tensor], [[torch.empty_like(tensor)] for _ in range(self.size)])
+        transfer = self.all_gather_async([tensor], [[torch.empty_like(tensor)] for _ in range(self.size)])
         return lambda timeout: self._added_up(transfer.wait(timeout), tensor)
 
     def _added_up(self, received: Sequence[Tensor], own: Tensor) -> Tensor:
@@ -311,10 +303,7 @@ class Link(Transports):
         return self._start("send", [], [(tensors, source)])
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """One rank's tensor on every rank of the group. Counted on the ranks that send it, once per receiver.
-
-        Over gloo it goes to one rank of every other host, which hands it to the others there; NCCL does as it likes,
-        and is counted on the rank that has the tensor, as if it did the same.
+        """One rank's tensor on every rank of the group. Counted on that rank, once per receiver.
 
         Args:
             tensor: contiguous; on other ranks it is overwritten.
@@ -323,9 +312,6 @@ class Link(Transports):
         if self.size == 1:
             return tensor
         self._enter("broadcast")
-        if self._relay is not None and self._way == "tags":
-            self._broadcast_by_hosts(self._relay, tensor, source)
-            return tensor
         if self._way != "memory":
             self._together(dist.broadcast, tensor, self.ranks[source])
         elif self.rank == source:
@@ -334,16 +320,11 @@ class Link(Transports):
             # Copied: all receivers read the same memory.
             tensor.copy_(self._start("broadcast", [], [([tensor], source)]).wait()[0])
         if self.rank == source:
-            hosts = len(self._far if self._relay is None else self._relay.to)
-            self.traffic.add(self.name, (self.size - 1) * tensor.nbytes, hosts * tensor.nbytes)
+            self.traffic.add(self.name, (self.size - 1) * tensor.nbytes, len(self._far) * tensor.nbytes)
         return tensor
 
     def all_gather_async(self, outgoing: Sequence[Tensor], incoming: TensorsByRank) -> Transfer:
         """Send the same tensors to every other rank, receive theirs, rank by rank; returns at once.
-
-        To a host with several ranks of the link they travel once. One rank there takes them, and passes them on inside
-        of its host when it waits itself: what goes between hosts travels beside whatever is computed meanwhile, the
-        copies inside of a host do not. So the ranks of a host have to wait for their transfers in the same order.
 
         Args:
             outgoing: any strides; they must not be written to before `Transfer.wait` returns.
@@ -351,12 +332,6 @@ class Link(Transports):
                 take them; this rank's own entry is not used. What `Transfer.wait` returns is only to be read: others
                 may read the same memory.
         """
-        if self._relay is None or self._way == "graph":
-            return self._gather_from_all(outgoing, incoming)
-        self._enter("all_gather_async")
-        return self._gather_by_hosts(self._relay, "all_gather_async", outgoing, incoming)
-
-    def _gather_from_all(self, outgoing: Sequence[Tensor], incoming: TensorsByRank) -> Transfer:
         kind, others = "all_gather_async", self._others
         self._enter(kind)
         sent = sum(t.nbytes for t in outgoing)

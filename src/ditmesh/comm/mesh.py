@@ -319,8 +319,8 @@ class Mesh(RankGrid):
             late = "timed out" in str(error).lower()
             when = " after a request had failed" if self.failed else ""
             what = f"did not come to {mine.purpose} within {self._deadline.total_seconds():g} s"
-            sentence = f"rank {rank} {what if late else 'has ended or has given up'}{when}"
-            raise self._break(f"{self._state.in_vain(sentence) if late else sentence}; {_WAY_OUT}") from error
+            what = what if late else "has ended or has given up"
+            raise self._break(f"rank {rank} {what}{when}; {_WAY_OUT}") from error
         return [mine if rank == self.rank else _Arrival.unpacked(boxes[rank]) for rank in self._peers]
 
     def _fail(self, sentence: str) -> PeerError:
@@ -380,8 +380,6 @@ class Mesh(RankGrid):
         """
         if self.world_size > 1:
             self._break(_GIVEN_UP_HERE)
-            if self._state.whereabouts is not None:
-                self._state.whereabouts.close()
             self._drop()
             self._destroy(self._averaging)
 
@@ -394,8 +392,6 @@ class Mesh(RankGrid):
             return
         self._broken = self._broken or _CLOSED
         self._state.refusal = self._broken
-        if self._state.whereabouts is not None:
-            self._state.whereabouts.close()
         if self._watcher is not None:
             self._watcher.close()
         # gloo's threads end with the last reference to a group, which a link would hold until it is collected.

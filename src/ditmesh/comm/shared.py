@@ -264,7 +264,7 @@ class SharedMemory:
                 if peer.gone() and not ready():
                     raise PeerError(f"rank {rank} (process {peer.process}) has ended")
             if passed > limit:
-                raise PeerError(self.state.in_vain(f"timed out waiting {limit:g} s for rank {rank}"))
+                raise PeerError(f"timed out waiting {limit:g} s for rank {rank}")
             time.sleep(min(max(passed / 16, _SHORTEST_NAP), _LONGEST_NAP))
 
     def _entry(self, link: int, receiver: int, number: int) -> int:
@@ -284,27 +284,15 @@ class SharedChannel:
 
     def send(self, kind: str, tensors: Sequence[Tensor], to: Sequence[int]) -> None:
         """Send the same tensors, of any strides, to some ranks of the link. They may be written to at once."""
-        self.promise(kind, [(tuple(t.shape), t.dtype) for t in tensors], to)(tensors)
-
-    def promise(self, kind: str, specs: Sequence[Spec], to: Sequence[int]) -> Callable[[Sequence[Tensor]], None]:
-        """The next message to some ranks of the link: a function that sends it, once its tensors are there.
-
-        Call it once, before `ENTRIES` more messages go to one of them.
-        """
-        wanted = _with_elements(tuple(specs))
-        if not wanted or not to:
-            return lambda tensors: None
-        header = Header.of(self._memory.state.number, kind, wanted)
-        numbers = [(rank, self._sent[rank]) for rank in to]
-        self._sent.update(to)
-
-        def send(tensors: Sequence[Tensor]) -> None:
-            with_elements = [tensor for tensor in tensors if tensor.numel()]
-            slot = self._memory.pack(with_elements, wanted, tuple(self._ranks[rank] for rank in to))
-            for rank, number in numbers:
-                self._memory.publish(slot, self._link, self._ranks[rank], number, header)
-
-        return send
+        specs = _with_elements(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
+        if not specs or not to:
+            return
+        header = Header.of(self._memory.state.number, kind, specs)
+        with_elements = [tensor for tensor in tensors if tensor.numel()]
+        slot = self._memory.pack(with_elements, specs, tuple(self._ranks[rank] for rank in to))
+        for rank in to:
+            self._memory.publish(slot, self._link, self._ranks[rank], self._sent[rank], header)
+            self._sent[rank] += 1
 
     def expect(self, kind: str, specs: Sequence[Spec], source: int) -> Callable[[timedelta | None], list[Tensor]]:
         """The next message from a rank of the link: a function that waits for it. Call it once, in any order."""

@@ -8,7 +8,6 @@ another operation, is never accepted by mistake.
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,6 @@ from ..errors import DitmeshError
 
 if TYPE_CHECKING:
     from .watcher import Notice
-    from .whereabouts import Whereabouts
 
 # Shape and dtype of a tensor.
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -60,18 +58,10 @@ class RequestState:
         self.early: list[Notice] = []
         # Seconds for which this rank's thread has waited for other ranks.
         self.waited = 0.0
-        # Tells what the ranks are doing; None: there are no others.
-        self.whereabouts: Whereabouts | None = None
 
     def begin(self, number: int, peers: Sequence[int]) -> None:
         """Begin a request."""
         self.number, self.peers, self.messages, self.reported = number, peers, 0, False
-        if self.whereabouts is not None:
-            self.whereabouts.thread = threading.get_ident()
-
-    def in_vain(self, sentence: str) -> str:
-        """A sentence about a wait that has ended by its deadline, with what every rank was doing then."""
-        return sentence if self.whereabouts is None else f"{sentence}: {self.whereabouts.of_all()}"
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -196,7 +186,6 @@ def raise_for_peer(link: str, error: RuntimeError, state: RequestState | None = 
         raise PeerError(state.refusal) from error
     if "timed out" in text.lower() or "timeout" in text.lower():
         what = f"timed out: a rank of the {link} link did not do its part before the deadline"
-        what = what if state is None else state.in_vain(what)
     else:
         what = f"a rank of the {link} link has failed this request, or has ended"
     first = text.splitlines()[0]

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .backends import CARRIED, backend_of, carries_none
-from .hosts import Relay, relay_of
 from .shared import SharedChannel
-from .state import DesyncError, Header, PeerError, RequestState, Spec, Traffic, raise_for_peer
+from .state import Header, PeerError, RequestState, Traffic, raise_for_peer
 
 # Tensors, and the ranks of the link that all of them go to.
 Outgoing = Sequence[tuple[Sequence[Tensor], Sequence[int]]]
@@ -101,8 +100,6 @@ class Transports:
         self._others = [peer for peer in range(self.size) if peer != rank]
         # Peers on other hosts.
         self._far: frozenset[int] = frozenset()
-        # How gathers go there, where some host has several ranks of the link.
-        self._relay: Relay | None = None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -115,7 +112,7 @@ class Transports:
     def transport(self) -> str:
         """The transport of tensors: ``"shared memory"``, or the group's backend, such as ``"gloo"``."""
         self._state.check()
-        return self._backend if self._channel is None or self._far else "shared memory"
+        return self._backend if self._channel is None else "shared memory"
 
     def drop(self) -> None:
         """Drop every transfer, the process group and the shared memory; no tensor can be sent until `connect`."""
@@ -134,7 +131,7 @@ class Transports:
 
         Args:
             group: of all ranks of the link.
-            shared: between those of this rank's host.
+            shared: where all of them are on this rank's host.
             hosts: for every rank of the link the number of its host; default: all have one.
             device: of the tensors that travel.
 
@@ -146,7 +143,6 @@ class Transports:
             raise ConfigError(carries_none(torch.device(device).type))
         self._group, self._channel, self._backend = group, shared, backend
         self._far = frozenset(peer for peer, host in enumerate(hosts) if host != hosts[self.rank])
-        self._relay = relay_of(hosts, self.rank)
 
     def connect_peers(self, device: torch.device, timeout: timedelta, singly: Sequence[tuple[int, int]] = ()) -> None:
         """Send a byte between all pairs of ranks, and wait for it, so that they are connected. A collective call.
@@ -182,7 +178,7 @@ class Transports:
         if torch.compiler.is_compiling():
             return "graph"
         self._state.check()
-        if self._channel is not None and not self._far:
+        if self._channel is not None:
             return "memory"
         return "tags" if self._backend in TAGGED else "packed"
 
@@ -226,7 +222,7 @@ class Transports:
         assert shared is not None
         for tensors, to in outgoing:
             shared.send(kind, tensors, to)
-        messages = [shared.expect(kind, specs_of(like), peer) for like, peer in incoming]
+        messages = [shared.expect(kind, [(tuple(t.shape), t.dtype) for t in like], peer) for like, peer in incoming]
         return Transfer(messages=messages, link=self.name)
 
     def _over_group(self, kind: str, outgoing: Outgoing, incoming: Incoming) -> Transfer:
@@ -273,83 +269,3 @@ class Transports:
         transfer = Transfer(received, sent, begun, link=self.name, state=self._state)
         self._transfers.add(transfer)
         return transfer
-
-    def _broadcast_by_hosts(self, relay: Relay, tensor: Tensor, source: int) -> None:
-        """`broadcast` that sends a tensor to one rank of every other host, which passes it on inside of it."""
-        kind, taker = "broadcast", relay.takers.get(source, source)
-        far = relay.to if self.rank == source else ()
-        near = relay.near if self.rank == taker else ()
-        sent = (len(far) + len(near)) * tensor.nbytes
-        if sent:
-            self.traffic.add(self.name, sent, len(far) * tensor.nbytes)
-        inside = self._through_memory if self._channel else self._over_group
-        if self.rank == taker != source:
-            self._over_group(kind, [], [([tensor], source)]).wait()
-        posted = [self._over_group(kind, [([tensor], far)], [])]
-        if self.rank == taker:
-            posted.append(inside(kind, [([tensor], near)], []))
-        else:
-            # Copied: all receivers read the same memory.
-            got = _passed_on(inside(kind, [], [([tensor], taker)]).wait, [self.ranks[source]], None)
-            tensor.copy_(got[0])
-        for transfer in posted:
-            transfer.wait()
-
-    def _gather_by_hosts(
-        self, relay: Relay, kind: str, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]
-    ) -> Transfer:
-        """Start an all-gather that sends tensors to one rank of every other host, which passes them on inside of it."""
-        me, near, shared = self.rank, relay.near, self._channel
-        # For every rank of this host the ranks on others that send it tensors, and the tensors.
-        taken = {peer: [far for far, taker in relay.takers.items() if taker == peer] for peer in (me, *near)}
-        passed = {peer: [tensor for far in of for tensor in incoming[far]] for peer, of in taken.items()}
-        own, relayed = sum(t.nbytes for t in outgoing), sum(t.nbytes for t in passed[me])
-        sent = own * (len(relay.to) + len(near)) + relayed * len(near)
-        self.traffic.add(self.name, sent, own * len(relay.to))
-        if shared is None:
-            first = self._over_group(
-                kind, [(outgoing, (*relay.to, *near))], [(incoming[peer], peer) for peer in (*taken[me], *near)]
-            )
-
-            def arrive(timeout: timedelta | None) -> list[Tensor]:
-                first.wait(timeout)
-                onward = [(passed[me], near)], [(passed[peer], peer) for peer in near]
-                self._over_group(kind, *onward).wait(timeout)
-                return [tensor for peer in self._others for tensor in incoming[peer]]
-
-            return Transfer(messages=[arrive], link=self.name)
-        across = self._over_group(kind, [(outgoing, relay.to)], [(incoming[peer], peer) for peer in taken[me]])
-        shared.send(kind, outgoing, near)
-        theirs = {peer: shared.expect(kind, specs_of(incoming[peer]), peer) for peer in near}
-        # Its place among the messages is that of the posting, whichever transfer is waited for first.
-        give = shared.promise(kind, specs_of(passed[me]), near)
-        takes = {peer: shared.expect(kind, specs_of(passed[peer]), peer) for peer in near}
-
-        def arrive_through_memory(timeout: timedelta | None) -> list[Tensor]:
-            across.wait(timeout)
-            give(passed[me])
-            parts = {peer: take(timeout) for peer, take in theirs.items()}
-            parts |= {peer: list(incoming[peer]) for peer in taken[me]}
-            for taker, take in takes.items():
-                got = iter(_passed_on(take, [self.ranks[peer] for peer in taken[taker]], timeout))
-                parts |= {peer: [next(got) for _ in incoming[peer]] for peer in taken[taker]}
-            return [tensor for peer in self._others for tensor in parts[peer]]
-
-        return Transfer(messages=[arrive_through_memory], link=self.name)
-
-
-def _passed_on(
-    take: Callable[[timedelta | None], list[Tensor]], origins: Sequence[int], timeout: timedelta | None
-) -> list[Tensor]:
-    """Receive relayed tensors; an error also names the original senders, of which one may have failed."""
-    try:
-        return take(timeout)
-    except DesyncError:
-        raise
-    except PeerError as error:
-        ranks = " and ".join(f"rank {one}" for one in origins)
-        raise PeerError(f"{error}; it passes on what {ranks} sent") from error
-
-
-def specs_of(tensors: Sequence[Tensor]) -> list[Spec]:
-    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]

@@ -66,6 +66,7 @@ class Arguments:
         return ((path, value) for path, value in self._values() if not _is_leaf(value))
 
     def _values(self) -> Iterator[tuple[str, Any]]:
+        """Every value that is no container, with its path."""
         for position, value in enumerate(self.args):
             yield from _inside(self.names[position] if position < len(self.names) else f"*{position}", value)
         for name, value in self.kwargs.items():
@@ -90,28 +91,16 @@ def _places(names: tuple[str, ...]) -> dict[str, int]:
 
 
 # By function, which its entry does not keep alive: a function around a call may refer to a whole model.
-_PARAMETER_NAMES: WeakKeyDictionary[Callable[..., Any], dict[bool, tuple[str, ...]]] = WeakKeyDictionary()
+_PARAMETER_NAMES: WeakKeyDictionary[Callable[..., Any], tuple[str, ...]] = WeakKeyDictionary()
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the parameters that can be passed by position, without ``self``."""
-    # A method is a new object for each access; its function stays.
-    origin = getattr(function, "__func__", function)
-    try:
-        names = _PARAMETER_NAMES.setdefault(origin, {})
-    except TypeError:
-        # A function of C has no weak references.
-        return _parameter_names(function)
-    bound = origin is not function
-    if bound not in names:
-        names[bound] = _parameter_names(function)
-    return names[bound]
-
-
-def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
-    return tuple(names[1:] if names[:1] == ["self"] else names)
+    if function not in _PARAMETER_NAMES:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+        _PARAMETER_NAMES[function] = tuple(names[1:] if names[:1] == ["self"] else names)
+    return _PARAMETER_NAMES[function]
 
 
 def given(function: Callable[..., Any], call: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,6 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .mapped import Pages, pages_of
 from .values import as_bytes, version_of
 
 # 64-bit words of a row: few enough to stay in a CPU's cache, and for one thread (torch starts more above 32768).
@@ -25,8 +23,6 @@ WORDS = 1 << 14
 ROWS = 1024
 # Tensors up to this many bytes are hashed on the host: they are cheaper to copy than to sum up.
 SMALL = 4096
-# Bytes of a tensor that is spread over ranks that are looked at together, about.
-PADDED = 1 << 23
 # Of a weight that might have been written to behind torch's back, this many values are looked at.
 SAMPLES = 64
 
@@ -138,47 +134,20 @@ def tensor_digest(tensor: Tensor) -> bytes:
 def digest_of_parts(
     held: Tensor, shape: tuple[int, ...], dim: int, runs: Sequence[tuple[int, int]], add_up: Callable[[Tensor], Tensor]
 ) -> bytes:
-    """`tensor_digest` of a tensor of which every rank holds another part. Collective.
+    """`tensor_digest` of a tensor of which every rank holds another part. Collective; it is put together meanwhile.
 
     Args:
         held: this rank's part, plain and strided.
         shape: of the whole tensor.
-        dim: dimension that is cut, 0 or 1.
-        runs: ``(start, stop)`` of what this rank holds of it, in the order of ``held``.
+        dim: dimension that is cut.
+        runs: ``(start, stop)`` of what this rank holds of it, in the order of ``held``; no two ranks hold the same.
         add_up: the sum over all ranks of a tensor of integers.
     """
-    held, size = held.detach(), held.element_size()
-    width = math.prod(shape[1:]) * size
-
-    def padded(first: int, last: int) -> Tensor:
-        """Rows ``first`` to ``last`` of the whole tensor, zero where other ranks have it."""
-        part, place = held.new_zeros((last - first, *shape[1:])), 0
-        for start, stop in runs:
-            if dim == 0:
-                low, high = max(start, first), max(min(stop, last), max(start, first))
-                part[low - first : high - first] = held[place + low - start : place + high - start]
-            else:
-                part[:, start:stop] = held[first:last, place : place + stop - start]
-            place += stop - start
-        return part
-
-    # A zero word adds nothing to a sum: ranks sum up what they hold, if no word lies on two of them.
-    unit = width if dim == 0 else math.prod(shape[2:]) * size
-    whole_words = width % 8 == 0 and all(place * unit % 8 == 0 for run in runs for place in run)
-    # One rank's view is not enough: all have to go the same way.
-    split = add_up(torch.tensor([0 if whole_words else 1], device=held.device))
-    if shape[0] * width <= SMALL or split.item():
-        whole = add_up(padded(0, shape[0]).reshape(-1).view(torch.uint8))
-        return tensor_digest(whole.view(held.dtype).reshape(shape))
-    rows = WORDS * 8 // math.gcd(width, WORDS * 8)
-    rows *= max(1, PADDED // (rows * width))
-    sums = [
-        _row_sums(padded(first, min(first + rows, shape[0])).reshape(-1).view(torch.int64))
-        for first in range(0, shape[0], rows)
-    ]
-    state = hashlib.sha256(f" {tuple(shape)} {held.dtype} False;".encode())
-    state.update(add_up(torch.cat(sums)).cpu().numpy().tobytes())
-    return state.digest()
+    whole, place = held.detach().new_zeros(shape), 0
+    for start, stop in runs:
+        whole.narrow(dim, start, stop - start).copy_(held.detach().narrow(dim, place, stop - start))
+        place += stop - start
+    return tensor_digest(add_up(whole.view(-1).view(torch.uint8)).view(held.dtype).view(shape))
 
 
 def strided_leaves(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -292,53 +261,24 @@ class WeightDigests:
         self.pipe = pipe
         self._known: dict[str, _Digested] = {}
 
-    def look(self, adopt: bool = False, gather: Callable[[Any], list[Any]] | None = None) -> dict[str, tuple[str, int]]:
+    def look(self, adopt: bool = False) -> dict[str, tuple[str, int]]:
         """The digest and `id` of every weight, by name.
 
         Args:
             adopt: changed weights are known to be right: they are not hashed, and equal on the ranks that adopt them.
-            gather: an all-gather of objects: all ranks look at the same time. Pages that all ranks have in common
-                (`pages_of`) are not read: their digest is that of their place in the file.
         """
         weights = list(weights_of(self.pipe))
-        # Before any page of them is looked at: a table of pages that are not there yet is made at once.
-        tensors = [tensor for _, tensor, _ in weights]
-        places = [None] * len(tensors) if gather is None else pages_of(tensors)
-        pages = {id(tensor): place for tensor, place in zip(tensors, places, strict=True) if place is not None}
         before, self._known = self._known, {}
-        unread: dict[str, Tensor] = {}
-        for (name, tensor, offloaded), sample in zip(weights, _samples(tensors), strict=True):
+        for (name, tensor, offloaded), sample in zip(
+            weights, _samples([tensor for _, tensor, _ in weights]), strict=True
+        ):
             sign = _sign_of(tensor, offloaded)
             last = before.get(name)
             if last is None or last.tensor() is not tensor or (last.sign, last.sample) != (sign, sample):
-                value = "as cut" if adopt and last is not None else ""
+                value = "as cut" if adopt and last is not None else tensor_digest(tensor).hex()[:16]
                 last = _Digested(weakref.ref(tensor), sign, sample, value)
-                if not value:
-                    unread[name] = tensor
             self._known[name] = last
-        common = {} if gather is None else _common_pages(unread, pages, gather)
-        for name, tensor in unread.items():
-            value = common.get(name) or tensor_digest(tensor).hex()[:16]
-            self._known[name] = self._known[name]._replace(digest=value)
         return {name: (self._known[name].digest, id(tensor)) for name, tensor, _ in weights}
-
-
-def _common_pages(
-    tensors: Mapping[str, Tensor], pages: Mapping[int, Pages], gather: Callable[[Any], list[Any]]
-) -> dict[str, str]:
-    """Digests of those tensors that are pages which all ranks have in common. Collective.
-
-    They are the same bytes on all ranks, so that the place of the pages is compared in place of the bytes.
-    """
-    mine = {
-        name: (pages[id(one)], tuple(one.shape), str(one.dtype)) for name, one in tensors.items() if id(one) in pages
-    }
-    every: list[Mapping[str, Any]] = gather(mine)
-    return {
-        name: hashlib.sha256(repr(place).encode()).hexdigest()[:16]
-        for name, place in mine.items()
-        if len(every) > 1 and all(other.get(name) == place for other in every)
-    }
 
 
 def _sign_of(tensor: Tensor, offloaded: bool) -> tuple[Any, ...]:

@@ -1,11 +1,10 @@
-"""Atomic files and folders, and data for JSON."""
+"""Atomic files, and data for JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator
 from itertools import count
 from math import isfinite
@@ -51,40 +50,6 @@ def written_whole(path: str | Path, replace: bool = True) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def written_atomically(path: str | Path) -> Iterator[Path]:
-    """An empty folder beside ``path`` to fill; when the block ends without an error it takes that name.
-
-    A folder of that name stays until the new one is whole, and is removed then.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    mark = f".{path.name}-{os.getpid()}-{os.urandom(4).hex()}"
-    temporary, old = path.with_name(f"{mark}.tmp"), path.with_name(f"{mark}.old")
-    try:
-        temporary.mkdir()
-        yield temporary
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                # A rename may reach the disk before the data.
-                with file.open("rb") as opened:
-                    os.fsync(opened.fileno())
-        if path.exists():
-            os.replace(path, old)
-        try:
-            os.replace(temporary, path)
-        except OSError:
-            if old.exists():
-                os.replace(old, path)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def lock_of(file: str | Path) -> IO[str] | None:
     """Lock a file for this process, until the result is closed or the process ends in any way.
 
@@ -117,11 +82,8 @@ def digest_of_file(path: str | Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    state = hashlib.sha256()
     with Path(path).open("rb") as file:
-        while part := file.read(1 << 20):
-            state.update(part)
-    return state.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def free_names(path: str | Path) -> Iterator[Path]:

@@ -332,16 +332,11 @@ def _handled(
 
 
 # The operator's Python has to run at every call: who handles it, and what ranks send. A CUDA graph that recorded it
-# would replay its kernels alone. torch has the tag from 2.8 on, and cuts its graphs there.
-_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
-_TAGGED = _UNSAFE is not None and "tags" in inspect.signature(torch.library.custom_op).parameters
-_TAGS: dict[str, Any] = {"tags": (_UNSAFE,)} if _TAGGED else {}
-
-
+# would replay its kernels alone: by the tag torch cuts its graphs there.
 @torch.library.custom_op(
     "ditmesh::attend",
     mutates_args=(),
-    **_TAGS,
+    tags=(torch.Tag.cudagraph_unsafe,),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
     "float? scale, bool enable_gqa, str? backend) -> Tensor",
 )

@@ -21,21 +21,21 @@ _LAYERS = frozenset(
 )
 
 
-def library_class(kind: type, library: str = "diffusers") -> type | None:
-    """The class of a library that ``kind`` is: itself, or one that it inherits all methods of; None: another.
+def library_class(kind: type) -> type | None:
+    """The class of diffusers that ``kind`` is: itself, or one that it inherits all methods of; None: another.
 
     A fork of the same name, a module that a model's repository brings along (``diffusers_modules``) and a subclass
     that replaces a method are others.
     """
     # A class that stands around one object's calls computes what its base does, and holds the object.
-    return _library_class(next(base for base in kind.__mro__ if not is_stand_in(base)), library)
+    return _library_class(next(base for base in kind.__mro__ if not is_stand_in(base)))
 
 
 @cache
-def _library_class(kind: type, library: str) -> type | None:
+def _library_class(kind: type) -> type | None:
     for number, base in enumerate(kind.__mro__):
         package = base.__module__.partition(".")[0]
-        if package == library and getattr(sys.modules.get(base.__module__), base.__name__, None) is base:
+        if package == "diffusers" and getattr(sys.modules.get(base.__module__), base.__name__, None) is base:
             # Classes that torch puts in front (FSDP2's) leave what is computed as it is.
             before = [child for child in kind.__mro__[:number] if child.__module__.partition(".")[0] != "torch"]
             own = {name for child in before for name in vars(child)} - _OWN
@@ -45,9 +45,9 @@ def _library_class(kind: type, library: str) -> type | None:
     return None
 
 
-def library_name(value: object, library: str = "diffusers") -> str:
-    """Name of the library's class that an object is, by which tables know it; empty for a class of others."""
-    found = library_class(type(value), library)
+def library_name(value: object) -> str:
+    """Name of the class of diffusers that an object is, by which tables know it; empty for a class of others."""
+    found = library_class(type(value))
     return "" if found is None else found.__name__
 
 

@@ -68,10 +68,7 @@ class _Unpicklable:
 def refuse_pickling(kind: type[Any], whole: str, owner: Any, protocol: SupportsIndex) -> tuple[Any, ...]:
     """The result of ``owner.__reduce_ex__(protocol)`` for `copy.copy` and `copy.deepcopy`; pickling it is refused.
 
-    Args:
-        kind: the class that knows how to reduce the object.
-        whole: name of the class that is parallelised, to which the object belongs.
-        owner: the object.
+    ``kind`` is the class that knows how to reduce the owner, and ``whole`` the name of the class that is parallelised.
     """
     name = kind.__name__
     reason = (
@@ -126,18 +123,15 @@ class Patch:
         else:
             vars(self._owner)[self._name] = had
 
-    def __call__(self) -> None:
-        """As `undo`: a patch is what takes it off."""
-        self.undo()
+    # A patch is what takes it off.
+    __call__ = undo
 
 
 def wrap_methods(owner: Any, names: Iterable[str], around: Callable[..., Any]) -> Callable[[], None]:
-    """Put a function around methods of an object, those that it has; returns what takes it off again.
+    """Put ``around(name, method, *args, **kwargs)`` in the place of methods, those that the object has.
 
-    Args:
-        owner: any object with a ``__dict__``.
-        names: of the methods.
-        around: called as ``around(name, method, *args, **kwargs)`` in the place of a method, which it may call.
+    Returns:
+        What takes it off again.
     """
     undo = ExitStack()
     for name in names:
@@ -156,10 +150,7 @@ def refuse_saving(owner: Any, error: Exception) -> Callable[[], None]:
 def refuse_loading(model: nn.Module, cut: Callable[[], Collection[int]], held: str) -> Callable[[], None]:
     """Let a model refuse a state that has whole weights where it has parts of them; returns what undoes this.
 
-    Args:
-        model: of which this rank has parts.
-        cut: ids of the parameters that are parts.
-        held: what they are, in words.
+    ``cut`` gives the ids of the parameters that are parts, and ``held`` is what they are, in words.
     """
 
     def load(_: str, method: Callable[..., Any], state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -181,12 +172,7 @@ def refuse_reading(model: nn.Module, cut: Callable[[], Collection[int]], held: s
     """Let a model, and every module in it, refuse a state dict with parts of weights; returns what undoes this.
 
     What a rank lacks would come from other ranks, and usually one rank alone asks, in order to save: so nothing is
-    gathered. Loading an adapter, and `parts_readable`, are let through.
-
-    Args:
-        model: of which this rank has parts.
-        cut: ids of the parameters that are parts.
-        held: what they are, in words.
+    gathered. Loading an adapter, and `parts_readable`, are let through. Arguments are those of `refuse_loading`.
     """
 
     def refuse(module: nn.Module, *_: Any) -> None:
@@ -253,17 +239,16 @@ def put_aside(owners: Iterable[Any]) -> Callable[[], None]:
     """
     held: list[tuple[dict[str, Any], str, _Replacement, Any]] = []
     for owner in owners:
-        state = vars(owner)
+        state: dict[str, Any] = vars(owner)
         for name, value in list(state.items()):
             if isinstance(value, _Replacement):
                 below = value
                 while isinstance(below, _Replacement):
                     below = below.patch._had
                 held.append((state, name, value, below))
+                state[name] = below
                 if below is _MISSING:
                     del state[name]
-                else:
-                    state[name] = below
 
     def put_back() -> None:
         for state, name, _, below in held:

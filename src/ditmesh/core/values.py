@@ -116,11 +116,7 @@ class Values:
     def content(self, one: SeenValue) -> bytes:
         """The bytes of a tensor's values."""
         tensor = one.value
-        return self.found(
-            ("bytes", one.key),
-            lambda: as_bytes(tensor).cpu().numpy().tobytes(),
-            (tensor,),
-        )
+        return self.found(("bytes", one.key), lambda: as_bytes(tensor).cpu().numpy().tobytes(), (tensor,))
 
 
 def _unwritten(one: SeenValue) -> bool:

@@ -30,7 +30,7 @@ from ..launch.failures import Failure, of_exception
 from .calls import CallFollower, CallLead, raise_first
 from .copies import CopiedModule, ModuleChange, applied, take_off_hooks
 from .objects import Parcel, open_parcel, pack_parcel
-from .processes import STOP_SECONDS, HostedRanks
+from .processes import HostedRanks
 
 if TYPE_CHECKING:
     from typing import Self
@@ -65,7 +65,6 @@ class Followers:
         timeout: float = DEFAULT_DEADLINE_SECONDS,
         *,
         gpus: Sequence[int] | None = None,
-        stop_limit: float = STOP_SECONDS,
         prepare: Callable[[], Any] | None = None,
     ) -> None:
         """Start the other ranks.
@@ -76,7 +75,6 @@ class Followers:
             threads: of each rank in a call, also of this process on the CPU; default: an equal share of the cores.
             timeout: deadline of every collective of a call, in seconds.
             gpus: their numbers, this process's first; default: its current one, and those that follow.
-            stop_limit: seconds after which a rank that is stopped by a signal counts as lost.
             prepare: is called on the other ranks first.
 
         Raises:
@@ -86,7 +84,7 @@ class Followers:
         if gpus is None and device != "cpu" and torch.cuda.is_available():
             first, count = torch.cuda.current_device(), torch.cuda.device_count()
             gpus = [(first + place) % count for place in range(devices)]
-        self._pool = HostedRanks(devices, device, threads, gpus, stop_limit)
+        self._pool = HostedRanks(devices, device, threads, gpus)
         self.timeout = timeout
         # One thread at a time has the ranks.
         self.turn = threading.RLock()

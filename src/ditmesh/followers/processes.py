@@ -17,8 +17,6 @@ T = TypeVar("T")
 
 # Seconds for ranks to meet, all of which have started by then.
 MEET_SECONDS = 60.0
-# Seconds after which a stopped rank counts as lost.
-STOP_SECONDS = 10.0
 
 
 class HostedCall(Generic[T]):
@@ -59,7 +57,6 @@ class HostedRanks(RankPool):
         device: DeviceChoice = "cpu",
         threads: int | None = None,
         gpus: Sequence[int] | None = None,
-        stop_limit: float = STOP_SECONDS,
         preload: Sequence[str] = PRELOAD,
     ) -> None:
         """Start the other ranks, and join them.
@@ -68,7 +65,6 @@ class HostedRanks(RankPool):
             world_size: this process included.
             device, threads, preload: as for `RankPool`; ``threads`` are the other ranks'.
             gpus: numbers of the GPUs of all ranks, this process's first.
-            stop_limit: seconds after which a rank that is stopped by a signal counts as lost, and is ended.
         """
         import torch.distributed as dist
 
@@ -83,9 +79,7 @@ class HostedRanks(RankPool):
         # Whether this process is in no process group of these ranks.
         self._left = True
         # The others have started by then and cannot be missed for long.
-        super().__init__(
-            world_size, device, threads, MEET_SECONDS, preload, gpus, stop_limit=stop_limit, import_main=False
-        )
+        super().__init__(world_size, device, threads, MEET_SECONDS, preload, gpus, import_main=False)
         self._left = False
         use_loopback()
         meeting = f"rendezvous-{self._meetings}"
@@ -105,7 +99,7 @@ class HostedRanks(RankPool):
             What both have returned; what ``here`` has raised is no failure of the ranks.
 
         Raises:
-            RankFailed: another rank has raised, died, or was stopped; the ranks have ended.
+            RankFailed: another rank has raised, or died; the ranks have ended.
             ConfigError: the ranks are closed.
         """
         done: HostedCall[T] = HostedCall()

@@ -19,8 +19,8 @@ class Launcher(Protocol):
     """Ranks with a process group that run functions.
 
     A launcher is made as ``make(world_size, device="auto", threads=None, timeout=600.0, **options)``, with the options
-    ``gpus``, ``stop_limit`` and ``preload`` (a hint), all as of `RankPool`. It refuses options that it does not support
-    with a `ConfigError`.
+    ``gpus`` and ``preload`` (a hint), both as of `RankPool`. It refuses options that it does not support with a
+    `ConfigError`.
 
     Attributes:
         device: of all of them.

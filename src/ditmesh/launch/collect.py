@@ -47,8 +47,6 @@ class Collector:
         self._seconds, self._expected = seconds, f"{what} within {seconds:g} s"
         self._on_message, self._watch, self._grace = on_message, watch, grace
         self._limit: float | None = None
-        # Ranks that count as failed although they may have answered.
-        self._late: Sequence[int] = ()
 
     def take(self, rank: int, kind: str, content: Any) -> None:
         """Handle an ``"answer"``, a ``"failure"`` (a `Failure`) or a ``"message"`` of a rank."""
@@ -63,7 +61,7 @@ class Collector:
         """Seconds to wait for further messages; 0: the call has ended with `result`."""
         if self._limit is None:
             self._limit = now + self._seconds
-        if not self._silent or self._late:
+        if not self._silent:
             return 0.0
         if self.failed:
             # A dead rank sends nothing more. After an exception, wait briefly: other ranks may raise too, and what was
@@ -74,10 +72,6 @@ class Collector:
         elif self._watch is not None and (missed := self._watch()) is not None:
             self._limit, self._expected = now, missed
         return max(0.0, self._limit - now)
-
-    def give_up(self, ranks: Sequence[int], expected: str) -> None:
-        """End the call because ranks have not done the ``expected`` action."""
-        self._late, self._expected = ranks, expected
 
     def result(
         self, code_places: Callable[[Sequence[int]], Mapping[int, str]], rejoin: Callable[[], bool] | None
@@ -96,7 +90,7 @@ class Collector:
             return [self.answers[rank] for rank in self._ranks]
         silent = self._silent
         if not self.failed:
-            raise failures.late(code_places(self._late or silent), self._world_size, self._expected)
+            raise failures.late(code_places(silent), self._world_size, self._expected)
         causes = self._causes
         stalled = code_places(silent) if causes[0].weight > 0 else dict.fromkeys(silent, "")
         # All ranks have ended the call, and none has lost its device or a peer.

@@ -117,8 +117,6 @@ def _place(where: str) -> str:
     for line in where.splitlines():
         if line.lstrip().startswith("File "):
             return f" at {line.strip()}"
-        if line.startswith("it is "):
-            return f" ({line.removeprefix('it is ')})"
     return ""
 
 

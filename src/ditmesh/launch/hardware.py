@@ -1,4 +1,4 @@
-"""Hardware and libraries of this machine, and the measured speed of transfers between its ranks."""
+"""Hardware and libraries of this machine."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors")
+# Packages with kernels of attention besides torch's.
+KERNELS = ("flash-attn", "xformers", "sageattention")
 # By package: what of it is imported first. diffusers' and transformers' own names import nothing.
 IMPORTS = {name: name for name in LIBRARIES} | {
     "transformers": "transformers.modeling_utils",
@@ -43,10 +45,13 @@ def describe_machine() -> dict[str, Any]:
     import torch.distributed as dist
     from torch.cuda import nccl
 
-    numbers, reach = range(torch.cuda.device_count()), torch.cuda.can_device_access_peer
-    gpus = map(torch.cuda.get_device_properties, numbers)
+    shared_memory = None
+    with suppress(OSError):
+        room = shutil.disk_usage("/dev/shm")
+        shared_memory = {"size_gb": round(room.total / 1e9, 2), "free_gb": round(room.free / 1e9, 2)}
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {
-        "versions": library_versions(LIBRARIES),
+        "versions": library_versions((*LIBRARIES, *KERNELS)),
         "platform": platform.platform(),
         "cpu": {
             "model": _cpu_model(),
@@ -59,15 +64,12 @@ def describe_machine() -> dict[str, Any]:
             "gloo": dist.is_available() and dist.is_gloo_available(),
             "nccl": dist.is_available() and dist.is_nccl_available(),
         },
-        "attention": _attention_backends(),
         "torch_cuda": torch.version.cuda,
         "nccl": ".".join(map(str, nccl.version())) if torch.cuda.is_available() else None,
         "driver": _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or None,
         "topology": _nvidia_smi("topo", "-m") or None,
-        # Whether each GPU reads each other one's memory directly.
-        "peer_access": [[one == other or reach(one, other) for other in numbers] for one in numbers],
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
-        "shared_memory": _shared_memory(),
+        "shared_memory": shared_memory,
     }
 
 
@@ -92,15 +94,6 @@ def _nvidia_smi(*arguments: str) -> str:
         command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     return ""
-
-
-def _shared_memory() -> dict[str, float] | None:
-    """Size and free space of the folder of shared memory, in 10^9 bytes; None where there is none."""
-    try:
-        room = shutil.disk_usage("/dev/shm")
-    except OSError:
-        return None
-    return {"size_gb": round(room.total / 1e9, 2), "free_gb": round(room.free / 1e9, 2)}
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -185,23 +178,6 @@ def ranks_meet() -> bool:
     total = torch.ones(1, device=device_of_rank())
     dist.all_reduce(total)
     return total.item() == dist.get_world_size()
-
-
-def _attention_backends() -> list[str]:
-    """Kernels behind torch's scaled_dot_product_attention, and packages that bring others."""
-    import torch
-
-    kernels = ["math"]
-    if torch.cuda.is_available():
-        cuda = torch.backends.cuda
-        kernels += ["flash (CUDA)"] if cuda.is_flash_attention_available() and cuda.flash_sdp_enabled() else []
-        kernels += ["memory-efficient (CUDA)"] if cuda.mem_efficient_sdp_enabled() else []
-        kernels += ["cuDNN (CUDA)"] if cuda.cudnn_sdp_enabled() else []
-    else:
-        kernels += ["flash (CPU)"]
-    packages = ("flash-attn", "xformers", "sageattention")
-    versions = library_versions(packages)
-    return kernels + [f"{name} {versions[name]}" for name in packages if name in versions]
 
 
 def _cpu_model() -> str:

@@ -23,23 +23,20 @@ def return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def keep_free_memory(kept: int = KEPT_BYTES) -> bool:
+def keep_free_memory() -> bool:
     """Have the C library keep free memory between the calls of a model; for the whole process.
 
-    By default glibc returns what is free at the end of its heap as soon as it is twice the largest block that was ever
-    freed. A transformer's call frees tens of megabytes and needs them again at once: each page is fetched and filled
-    with zeros again, in calls of changing batches most of all.
-
-    Args:
-        kept: bytes; more than that is returned at once, and all of it by `return_free_memory`.
+    A transformer's call frees tens of megabytes and needs them again at once: each page would be fetched and filled
+    with zeros again. More than `KEPT_BYTES` is returned at once, and all of it by `return_free_memory`.
 
     Returns:
-        True if it does. False: the environment sets it otherwise (``MALLOC_TRIM_THRESHOLD_`` and its like, or
-        ``GLIBC_TUNABLES``), or the C library has no such settings.
+        True if it does. False: the environment sets it otherwise, or the C library has no such settings.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
     with suppress(AttributeError, OSError, TypeError):
         set_option = ctypes.CDLL(None).mallopt
-        return bool(set_option(_MMAP_THRESHOLD, _LARGEST_OF_HEAP_BYTES)) and bool(set_option(_TRIM_THRESHOLD, kept))
+        return bool(set_option(_MMAP_THRESHOLD, _LARGEST_OF_HEAP_BYTES)) and bool(
+            set_option(_TRIM_THRESHOLD, KEPT_BYTES)
+        )
     return False

@@ -133,10 +133,3 @@ def _say_place(kind: type[BaseException], at: Any) -> None:
     last = traceback.extract_tb(at)[-1:]
     where = f" in {last[0].filename} line {last[0].lineno}" if last else ""
     print(_without_text(f"{kind.__name__}{where}"), file=sys.stderr)
-
-
-def hide_loading_bars() -> None:
-    """Hide transformers' progress bars in this process, one of several that load the same; diffusers does so itself."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()

@@ -103,18 +103,9 @@ def _store(rank: int, host: str, place: str, timeout: float, opens: bool) -> Sto
     address, _, port = place.rpartition(":")
     try:
         # Each attempt of an agent uses separate keys.
-        return PrefixStore(
-            f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-            TCPStore(
-                address,
-                int(port),
-                None,
-                is_master=opens,
-                timeout=timedelta(seconds=timeout),
-                wait_for_workers=False,
-                multi_tenant=True,
-            ),
-        )
+        attempt, limit = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), timedelta(seconds=timeout)
+        options: dict[str, Any] = {"is_master": opens, "wait_for_workers": False, "multi_tenant": True}
+        return PrefixStore(f"attempt-{attempt}", TCPStore(address, int(port), None, timeout=limit, **options))
     except (RuntimeError, ValueError) as error:
         if opens:
             text = str(error)
@@ -135,7 +126,11 @@ def _note() -> dict[str, Any]:
         return note
     master = os.environ["MASTER_ADDR"]
     try:
-        address = own_address(master)
+        # Nothing is sent: the local address of the route there.
+        family, kind, protocol, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)
+            address = probe.getsockname()[0]
     except OSError as error:
         raise MeetingError(
             f"MASTER_ADDR={master!r} cannot be reached from {note['host']} ({reason_of(error)}); give the first "
@@ -144,18 +139,6 @@ def _note() -> dict[str, Any]:
     if name := interface_of(address):
         use_interface(name, nccl=False)
     return {**note, "address": address}
-
-
-def own_address(other: str) -> str:
-    """The local address of the route to another host; nothing is sent.
-
-    Raises:
-        OSError: it is not known, or there is no way to it.
-    """
-    family, kind, protocol, _, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(place)
-        return probe.getsockname()[0]
 
 
 def _compare(every: Sequence[dict[str, Any]]) -> None:

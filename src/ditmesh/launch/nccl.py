@@ -23,8 +23,7 @@ def nccl_settings(timeout: float) -> dict[str, str]:
         "TORCH_NCCL_ENABLE_MONITORING": "1",
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(60, min(HEARTBEAT, round(timeout)))),
         # The last collectives of every rank are written to a file when one is late; see docs/hosts.md.
-        "TORCH_FR_BUFFER_SIZE": str(RECORDED),
-        # Its name in older torch; later ones read it where the other is not set.
+        # Later torch calls it TORCH_FR_BUFFER_SIZE too, and looks at that first, which the user may have set.
         "TORCH_NCCL_TRACE_BUFFER_SIZE": str(RECORDED),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         # Kernels of several groups wait for one another's on the GPU: NCCL (2.26) starts them in the host's order.
@@ -34,8 +33,5 @@ def nccl_settings(timeout: float) -> dict[str, str]:
 
 def watch_nccl(timeout: float) -> None:
     """Set them for this process, where the user has not."""
-    if recorded := os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE"):
-        # torch looks at the new name first.
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", recorded)
     for name, value in nccl_settings(timeout).items():
         os.environ.setdefault(name, value)

@@ -8,11 +8,10 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
-from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import Any
 
 from ..errors import ConfigError, RankFailed
@@ -21,7 +20,7 @@ from . import rank as rank_
 from .backend import OnMessage
 from .collect import Collector, StayingRanks
 from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, may_have_gpus, resolve_device
-from .messages import READ_BYTES, OwnerChannel, Reply, encode
+from .messages import OwnerChannel, encode
 from .processes import block_sigint, fork_server, guarded_folder, start_fork_server, without_main_module
 from .torchrun import from_torchrun
 
@@ -43,14 +42,12 @@ START_SECONDS = 300.0  # for all ranks to import what they need and to find one 
 JOIN_SECONDS = 10.0  # for ranks that wait for calls to join a new process group
 CLOSE_SECONDS = 5.0  # for idle ranks to leave by themselves
 STACK_SECONDS = 1.0  # for a rank that hangs to write down where
-POLL_SECONDS = 1.0  # between looks at whether ranks are stopped
+POLL_SECONDS = 1.0  # between looks at what is no message
 
 GUARD_MISSING = (
     "ranks import the program's main module, which starts ranks itself; put what the program does under "
     'if __name__ == "__main__":'
 )
-
-STOPPED = "it is stopped by a signal such as SIGSTOP"
 
 
 class RankPool(StayingRanks):
@@ -68,7 +65,6 @@ class RankPool(StayingRanks):
     Attributes:
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
         timeout: deadline of every collective of the default process group, in seconds.
-        stop_limit: seconds after which a stopped rank (SIGSTOP) counts as lost.
         imports_main: whether ranks have imported the program's main module.
     """
 
@@ -82,7 +78,6 @@ class RankPool(StayingRanks):
         timeout: float = 600.0,
         preload: Sequence[str] = PRELOAD,
         gpus: Sequence[int] | None = None,
-        stop_limit: float | None = None,
         import_main: bool = True,
     ) -> None:
         """Start the ranks and wait until all of them have joined.
@@ -94,7 +89,6 @@ class RankPool(StayingRanks):
             preload: modules that the fork server imports before the first rank starts (CPU only). It counts
                 for the first pool of a process: the server serves them all.
             gpus: numbers of the GPUs of ranks 0, 1, …; default: rank r computes on GPU r.
-            stop_limit: see above; default: ``timeout``.
             import_main: ranks import the program's main module, as `multiprocessing` has it. Without, what it defines
                 travels by value, and it needs no ``if __name__ == "__main__":``.
 
@@ -121,7 +115,6 @@ class RankPool(StayingRanks):
             raise ConfigError(f"gpus {list(gpus)} are {len(gpus)} for {world_size} ranks; name one for each")
         self.threads = default_threads(world_size, self.device) if threads is None else threads
         self.timeout = timeout
-        self.stop_limit = timeout if stop_limit is None else stop_limit
         self.imports_main = import_main
         # By rank.
         self._processes: dict[int, Any] = {}
@@ -130,9 +123,6 @@ class RankPool(StayingRanks):
         # How often the ranks have joined a process group.
         self._meetings = 1
         self._resources = contextlib.ExitStack()
-        # Another thread wakes up the one that collects answers: there is more to send than a rank has taken.
-        self._woken, self._waker = (self._resources.enter_context(end) for end in socket.socketpair())
-        self._waker.setblocking(False)
         self._folder = Path(self._resources.enter_context(guarded_folder("ditmesh-")))
         # Registered after multiprocessing's own exit handler, so it runs before that one waits for the ranks.
         atexit.register(self.close)
@@ -163,7 +153,7 @@ class RankPool(StayingRanks):
             self._settings.append(settings)
             if rank < self._first:
                 continue
-            ours, theirs = socket.socketpair()
+            ours, theirs = multiprocessing.Pipe()
             # Not daemonic: a rank may start processes of its own, such as data loader workers.
             process = context.Process(
                 target=rank_.main, args=(settings, theirs, self._first == 0), name=f"ditmesh-rank-{rank}"
@@ -217,13 +207,9 @@ class RankPool(StayingRanks):
         What a rank has not taken when its call ends is dropped, and so is what a closed pool is given. Raises whatever
         pickling raises.
         """
-        message = encode(Reply(encode(content, main=self.imports_main)))
+        message = encode(encode(content, main=self.imports_main))
         for channel in self._channels.values():
             channel.send(message)
-        if any(channel.sending for channel in self._channels.values()):
-            # While the last ones are unread, one more says nothing new; a pool may have been closed meanwhile.
-            with contextlib.suppress(OSError):
-                self._waker.send(b"\0")
 
     @property
     def inherited(self) -> bool:
@@ -264,7 +250,7 @@ class RankPool(StayingRanks):
         self._closed = self._closed or reason
         self._kill()
         for channel in self._channels.values():
-            channel.close()
+            channel.close(CLOSE_SECONDS)
         self._resources.close()
         atexit.unregister(self.close)
 
@@ -273,14 +259,13 @@ class RankPool(StayingRanks):
     def _collect(self, collector: Collector, joining: bool = False) -> list[Any]:
         """Wait for one answer of every rank; ``joining``: without the process group that they are about to join ranks
         can do nothing else."""
-        stops = _Stops({rank: process.pid for rank, process in self._processes.items()}, self.stop_limit)
         while seconds := collector.tick(time.monotonic()):
-            for rank in self._next_events(collector.failed, min(seconds, stops.interval)):
+            # What ranks send, and their ends.
+            heard = self._channels.keys() - collector.failed.keys()
+            events: dict[Any, int] = {self._channels[rank].connection: rank for rank in heard}
+            events |= {self._processes[rank].sentinel: rank for rank in heard}
+            for rank in sorted({events[ready] for ready in wait([*events], min(seconds, POLL_SECONDS))}):
                 self._hear(rank, collector)
-            if too_long := stops.look():
-                name = ", the timeout," if self.stop_limit == self.timeout else ""
-                stopped = "after it was stopped by a signal such as SIGSTOP"
-                collector.give_up(too_long, f"gone on for {self.stop_limit:g} s{name} {stopped}")
         if collector.failed:
             # The others' reports so far are heard as well: they may be work that is done and kept.
             for rank in self._channels.keys() - collector.failed.keys():
@@ -301,47 +286,27 @@ class RankPool(StayingRanks):
             return False
         return True
 
-    def _next_events(self, done: Collection[int], timeout: float) -> list[int]:
-        """Ranks that have sent something, have ended, or have room for pending messages, in rank order."""
-        with DefaultSelector() as selector:
-            for rank, channel in self._channels.items():
-                if rank not in done:
-                    selector.register(channel, EVENT_READ | (EVENT_WRITE if channel.sending else 0), rank)
-                    selector.register(self._processes[rank].sentinel, EVENT_READ, rank)
-            selector.register(self._woken, EVENT_READ, None)
-            found = {key.data for key, _ in selector.select(timeout)}
-        if None in found:
-            self._woken.recv(READ_BYTES)
-        return sorted(found - {None})
-
     def _hear(self, rank: int, collector: Collector) -> None:
         """Read a rank's messages so far, or how it has ended."""
         channel, process = self._channels[rank], self._processes[rank]
-        channel.flush()
-        try:
-            for data in channel.received():
-                kind, content = pickle.loads(data)
-                collector.take(rank, kind, content)
-                if kind == "failure":
-                    return
-            if process.is_alive():
+        for data in channel.received():
+            kind, content = pickle.loads(data)
+            collector.take(rank, kind, content)
+            if kind == "failure":
                 return
-        except EOFError:
-            pass
+        if process.is_alive() and not channel.ended:
+            return
         process.join(CLOSE_SECONDS)
         collector.take(rank, "failure", failures.of_exit(rank, process.exitcode, self._stack(rank)))
 
     def _whereabouts(self, ranks: Sequence[int]) -> dict[int, str]:
         """The places in Python code at which the ranks are at this moment."""
-        pids = {rank: self._processes[rank].pid for rank in ranks}
-        places = {rank: STOPPED if _stopped(pid) else "" for rank, pid in pids.items()}
-        running = [rank for rank in ranks if not places[rank]]
         if hasattr(signal, "SIGUSR1"):
-            for rank in running:
+            for rank in ranks:
                 with contextlib.suppress(OSError):
-                    os.kill(pids[rank], signal.SIGUSR1)
-        limit = time.monotonic() + STACK_SECONDS
-        for rank in running:
+                    os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        places, limit = {}, time.monotonic() + STACK_SECONDS
+        for rank in ranks:
             before, text = "", self._stack(rank)
             # Read in the middle of writing, the last thread so far would not be the main one.
             while (not text or text != before) and time.monotonic() < limit:
@@ -376,38 +341,3 @@ def begin_local_ranks(device: DeviceChoice, preload: Sequence[str] = PRELOAD) ->
     """
     if not from_torchrun() and (device == "cpu" or (device == "auto" and not may_have_gpus())):
         start_fork_server([QUIET, *preload])
-
-
-class _Stops:
-    """Seconds for which ranks have been stopped, at a stretch, by a signal.
-
-    A stopped rank says nothing, and its collectives' deadlines are stopped with it. The kernel's word is taken for it:
-    a rank that computes for long, or lets no thread run meanwhile, is not stopped, nor is one that a debugger holds.
-    """
-
-    def __init__(self, pids: Mapping[int, int], limit: float) -> None:
-        # Seconds between looks.
-        self.interval = min(POLL_SECONDS, limit / 4)
-        self._pids, self._seconds, self._limit = pids, dict.fromkeys(pids, 0.0), limit
-        self._last = time.monotonic()
-
-    def look(self) -> list[int]:
-        """Look at all ranks, unless that was done a moment ago: those that have been stopped for the limit."""
-        passed = time.monotonic() - self._last
-        if passed < self.interval:
-            return []
-        self._last += passed
-        # This process may have been stopped itself, and its ranks with it (Ctrl-Z): that time does not count.
-        passed = min(passed, 2 * self.interval)
-        for rank, pid in self._pids.items():
-            self._seconds[rank] = self._seconds[rank] + passed if _stopped(pid) else 0.0
-        return [rank for rank, seconds in self._seconds.items() if seconds >= self._limit]
-
-
-def _stopped(pid: int) -> bool:
-    import psutil
-
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except psutil.Error:
-        return False

@@ -256,30 +256,22 @@ def leave(code: int, message: str = "") -> NoReturn:
 
     Args:
         code: the exit code. From 128 on a signal has ended the program: its processes are killed, and exit handlers
-            have `LEAVE_SECONDS`; else they have those after the next signal.
+            have `LEAVE_SECONDS`; else the next signal ends it.
         message: a line for standard error.
     """
     # A further signal must not begin this again inside of itself, and there wait for a lock that is held outside.
     ignore_signals()
-    hurries = code >= 128
-
-    def hurry(number: int, frame: Any) -> None:
-        nonlocal hurries
-        if not hurries:
-            hurries = True
-            _end_within(LEAVE_SECONDS, 128 + number)
-
-    if hurries:
+    if code >= 128:
         _end_within(LEAVE_SECONDS, code)
     else:
-        # Exit handlers of libraries may have something to send.
+        # Exit handlers of libraries may have something to send, for as long as nobody ends that.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, hurry)
+            signal.signal(number, signal.SIG_DFL)
     if message:
         # In a signal handler the stream may be at work.
         with contextlib.suppress(OSError):
             os.write(2, f"{message}\n".encode())
-    if hurries:
+    if code >= 128:
         # Whatever still computes does so for nobody.
         _kill_children()
     # There is no public way that does not end the interpreter; `os._exit` alone would leave folders and processes.

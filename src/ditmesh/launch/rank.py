@@ -9,16 +9,16 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import threading
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from .devices import DeviceKind, join_default_group, use_loopback
 from .failures import of_exception
 from .heap import keep_free_memory
 from .log_filter import hide_chatter
-from .messages import RankChannel, Reply
+from .messages import RankChannel
 from .processes import end_fork_server
 
 
@@ -43,7 +43,7 @@ class RankSettings:
         return Path(self.folder) / f"stack-{self.rank}"
 
 
-def main(settings: RankSettings, connection: socket.socket, joins: bool) -> None:
+def main(settings: RankSettings, connection: Connection, joins: bool) -> None:
     """Run a rank, from its first import to its end; ``joins``: before it answers calls, else when it is told to."""
     hide_chatter()
     leave_inherited()
@@ -115,8 +115,8 @@ def _answer(rank: int, channel: RankChannel) -> bool:
         request = pickle.loads(call)
         if request is None:
             return False
-        if isinstance(request, Reply):
-            # To an earlier call, which this rank has left before it came.
+        if isinstance(request, bytes):
+            # A reply to an earlier call, which this rank has left before it came.
             return True
         fn, args, kwargs, reports = request
         if reports:

@@ -11,7 +11,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -39,18 +38,15 @@ from .messages import encode
 START_SECONDS = 300.0  # for Ray to find room, for all ranks to import what they need and to find one another
 LOST_SECONDS = 30.0  # for Ray to notice that a host is gone
 CONNECT_SECONDS = 10.0  # for the cluster to answer
-CLOSE_SECONDS = 5.0  # for actors to end
 POLL_SECONDS = 1.0  # between looks at what is not a message
-WHERE_SECONDS = 2.0  # for a rank to say where it is
 
 
 class RayRanks(StayingRanks):
     """Ranks on a Ray cluster, one actor each, placed together where there is room.
 
-    Ranks are numbered host by host, so that neighbours share one. The cluster is the one that ``address`` or
-    ``RAY_ADDRESS`` names or that this program has joined; without any, Ray is started on this machine, and ended by
-    `close`; groups of ranks of one program share the connection. ditmesh has to be installed on every host, in the
-    same version.
+    Ranks are numbered host by host, so that neighbours share one. The cluster is the one that this program has joined
+    or ``RAY_ADDRESS`` names, else one that runs on this machine, or is started here and ends with the program. ditmesh
+    has to be installed on every host, in the same version.
 
     Attributes:
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
@@ -67,8 +63,6 @@ class RayRanks(StayingRanks):
         timeout: float = 600.0,
         preload: Sequence[str] = (),
         gpus: Sequence[int] | None = None,
-        stop_limit: float | None = None,
-        address: str | None = None,
     ) -> None:
         """Start the ranks and wait until all of them have joined.
 
@@ -76,8 +70,7 @@ class RayRanks(StayingRanks):
             device: ``"auto"`` takes CUDA when the cluster has GPUs.
             threads: of each rank, and CPUs that it takes of the cluster; default: the cluster's CPUs shared out.
             timeout: deadline of every collective, in seconds.
-            preload, stop_limit: no use is made of them: a rank that is stopped is noticed by the others' deadline.
-            gpus: no use is made of it: Ray gives each rank a GPU of its own.
+            preload, gpus: no use is made of them; Ray gives each rank a GPU of its own.
 
         Raises:
             ConfigError: Ray is not installed or not there, or has not enough CPUs or GPUs; hosts have other versions.
@@ -87,14 +80,17 @@ class RayRanks(StayingRanks):
             raise ConfigError(f"{world_size} ranks are not possible; start at least 1")
         check_timeout(timeout)
         super().__init__()
-        ray = self._ray = _import()
+        ray = self._ray = connected()
         self.world_size, self.timeout = world_size, timeout
         self._actors: list[Any] = []
+        self.device: DeviceKind = device_of_cluster(device, world_size)
+        self.threads = threads or threads_of_cluster(self.device, world_size)
+        if (there := ray.cluster_resources().get("CPU", 0)) < (needed := world_size * self.threads):
+            raise ConfigError(
+                f"{world_size} ranks of {self.threads} CPUs each need {needed}, and the Ray cluster has {there:g}; use "
+                f"fewer devices or threads, or start Ray with more: ray start --num-cpus {needed}"
+            )
         with contextlib.ExitStack() as undo:
-            undo.enter_context(connected(address))
-            there = ray.cluster_resources()
-            self.device: DeviceKind = _device(device, there, world_size)
-            self.threads = _threads(threads, there, world_size)
             undo.callback(self._kill)
             self._place(undo)
             self._join()
@@ -115,7 +111,7 @@ class RayRanks(StayingRanks):
                 f"Ray found no room for {self.world_size} ranks of {self.threads} CPUs{' and a GPU' if gpus else ''} "
                 f"each within {START_SECONDS:g} s; wait until others have ended, or use fewer devices"
             )
-        kind = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"replies": 1, "control": 1})(_Rank)
+        kind = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"replies": 1})(_Rank)
         for place in range(self.world_size):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
             self._actors.append(
@@ -180,11 +176,6 @@ class RayRanks(StayingRanks):
         for actor in self._actors:
             with contextlib.suppress(Exception):
                 self._ray.kill(actor)
-        limit = time.monotonic() + CLOSE_SECONDS
-        for actor in self._actors:
-            with contextlib.suppress(Exception):
-                # Of an actor that is gone, any call fails.
-                self._ray.get(actor.facts.remote(), timeout=max(0.1, limit - time.monotonic()))
 
     def _end(self, reason: str) -> None:
         if self._closed is None:
@@ -223,15 +214,7 @@ class RayRanks(StayingRanks):
         return kind, pickle.loads(content) if kind == "answer" else content
 
     def _whereabouts(self, ranks: Sequence[int]) -> dict[int, str]:
-        """The places in Python code at which the ranks are at this moment."""
-        asked = {self._actors[rank].stack_text.options(concurrency_group="control").remote(): rank for rank in ranks}
-        places = dict.fromkeys(ranks, "it is stopped, or its host cannot be reached")
-        if asked:
-            ready, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=WHERE_SECONDS)
-            for reference in ready:
-                with contextlib.suppress(self._ray.exceptions.RayError):
-                    places[asked[reference]] = self._ray.get(reference)
-        return places
+        return {rank: f"in a process of host {self.hosts[rank]}, as `ray stack` shows there" for rank in ranks}
 
 
 def _grace(failed: Collection[Failure]) -> float:
@@ -259,8 +242,8 @@ class _Rank:
         """The place of this rank, and its versions."""
         import ray
 
-        node = ray.get_runtime_context().get_node_id()
-        return {"host": socket.gethostname(), "address": _ray_address(), "node": node, "versions": library_versions()}
+        node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return {"host": socket.gethostname(), "address": address, "node": node, "versions": library_versions()}
 
     def meet(self, address: str) -> int:
         """Open a port at which ranks find one another."""
@@ -280,8 +263,11 @@ class _Rank:
         torch.set_num_threads(self._threads)
         if alone:
             use_loopback()
-        elif name := interface_of(_ray_address()):
-            use_interface(name)
+        else:
+            import ray
+
+            if name := interface_of(ray.util.get_node_ip_address()):
+                use_interface(name)
         if dist.is_initialized():
             dist.destroy_process_group()
         self._rank = rank
@@ -315,14 +301,6 @@ class _Rank:
         """Take the owner's reply in the middle of a call."""
         self._replies.put(data)
 
-    def stack_text(self) -> str:
-        """The place of the computing thread in its code, the latest call first, in the form of `faulthandler`."""
-        for thread in threading.enumerate():
-            if thread.name.startswith("ditmesh-rank") and (frame := sys._current_frames().get(thread.ident or -1)):
-                lines = traceback.extract_stack(frame)[::-1]
-                return "\n".join(f'  File "{line.filename}", line {line.lineno} in {line.name}' for line in lines)
-        return "it did not say"
-
 
 class _Report:
     """The channel by which a function on a rank reports to the owner, and hears it."""
@@ -346,110 +324,50 @@ def _store() -> Any:
     return dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _import() -> Any:
+# Ray's connection is of the process; threads that start ranks share it.
+_CONNECTING = threading.Lock()
+
+
+def connected() -> Any:
+    """Ray, in a cluster that this program has joined; it is left at the program's end.
+
+    Raises:
+        ConfigError: Ray is not installed, or the cluster of ``RAY_ADDRESS`` does not answer.
+    """
     try:
         import ray
         import ray.util
+        from ray._private import worker
     except ImportError as error:
         raise ConfigError(not_installed("launcher ray", "ray", "ray")) from error
+    with _CONNECTING:
+        if ray.is_initialized():
+            return ray
+        address = os.environ.get("RAY_ADDRESS", "")
+        host, _, port = address.rpartition(":")
+        try:
+            if host and port.isdecimal() and "/" not in host:
+                # Ray tries for minutes to find out whether a server listens there.
+                socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+            options: dict[str, Any] = {"logging_level": "error"} | ({} if address else {"include_dashboard": False})
+            ray.init(log_to_driver=False, **options)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"no Ray cluster answers at {address} ({' '.join(str(error).split())[:200]}); start one with ray start "
+                "--head, or unset RAY_ADDRESS"
+            ) from error
+        if (tell := getattr(worker, "print_to_stdstream", None)) is not None:
+            # stdout is the program's, and may be JSON. There is no setting for what Ray tells of its nodes.
+            worker.print_to_stdstream = lambda data, *rest, **named: tell({**data, "is_err": True}, *rest, **named)
     return ray
 
 
-def _connect(ray: Any, address: str | None) -> None:
-    """Join the cluster, or start one on this machine."""
-    asked = address or os.environ.get("RAY_ADDRESS")
-    quiet = {} if asked else {"include_dashboard": False}
-    try:
-        host, _, port = (asked or "").rpartition(":")
-        if host and port.isdecimal() and "/" not in host:
-            # Ray tries for minutes to find out whether a server listens there.
-            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-        ray.init(address=address, log_to_driver=False, logging_level="error", **quiet)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"no Ray cluster answers at {asked} "
-            f"({' '.join(str(error).split())[:200]}); start one with ray start --head, or leave the address out"
-        ) from error
-
-
-class _Connection:
-    """The connection of this process with a cluster, of which Ray has one: all that need it share it."""
-
-    def __init__(self) -> None:
-        self._lock, self._users, self._undo = threading.Lock(), 0, contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def held(self, address: str | None) -> Iterator[None]:
-        """Join the cluster unless this program has, and leave it with the last one who needs it."""
-        ray = _import()
-        with self._lock:
-            if not ray.is_initialized():
-                _connect(ray, address)
-                self._undo.callback(ray.shutdown)
-                self._undo.enter_context(_stdout_kept_clean())
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._undo.close()
-
-
-# Ray's own is of the process, too.
-_CONNECTION = _Connection()
-
-
-def connected(address: str | None = None) -> contextlib.AbstractContextManager[None]:
-    """A connection with the cluster for as long as it is held: ranks that come and go meanwhile do not end it.
-
-    Raises:
-        ConfigError: Ray is not installed, or does not answer.
-    """
-    return _CONNECTION.held(address)
-
-
-@contextlib.contextmanager
-def _stdout_kept_clean() -> Iterator[None]:
-    """Let what Ray tells of its nodes go to stderr: stdout is the program's, and may be JSON."""
-    from ray._private import worker
-
-    # There is no setting for it.
-    tell = getattr(worker, "print_to_stdstream", None)
-    if tell is None:
-        yield
-        return
-
-    def to_stderr(data: dict[str, Any], *rest: Any, **named: Any) -> None:
-        tell({**data, "is_err": True}, *rest, **named)
-
-    worker.print_to_stdstream = to_stderr
-    try:
-        yield
-    finally:
-        if worker.print_to_stdstream is to_stderr:
-            worker.print_to_stdstream = tell
-
-
-def device_of_cluster(device: DeviceChoice, world_size: int, address: str | None = None) -> DeviceKind:
-    """The hardware of ``world_size`` ranks of a Ray cluster; see `RayRanks`. Ray is left again."""
+def device_of_cluster(device: DeviceChoice, world_size: int) -> DeviceKind:
+    """The hardware of ``world_size`` ranks of the Ray cluster; see `RayRanks`."""
     if device == "cpu":
         return "cpu"
-    with connected(address):
-        return _device(device, _import().cluster_resources(), world_size)
-
-
-def threads_of_cluster(device: DeviceKind, world_size: int, address: str | None = None) -> int:
-    """Threads of each of ``world_size`` ranks of a Ray cluster: its CPUs shared out, at most 8 beside a GPU."""
-    with connected(address):
-        share = _threads(None, _import().cluster_resources(), world_size)
-    return min(8, share) if device == "cuda" else share
-
-
-def _device(device: DeviceChoice, there: dict[str, float], world_size: int) -> DeviceKind:
-    gpus = int(there.get("GPU", 0))
-    if device == "cpu" or (device == "auto" and not gpus):
+    gpus = int(connected().cluster_resources().get("GPU", 0))
+    if device == "auto" and not gpus:
         return "cpu"
     if gpus < world_size:
         raise ConfigError(
@@ -459,19 +377,7 @@ def _device(device: DeviceChoice, there: dict[str, float], world_size: int) -> D
     return "cuda"
 
 
-def _threads(threads: int | None, there: dict[str, float], world_size: int) -> int:
-    cpus = int(there.get("CPU", 0))
-    needed = world_size * (threads or 1)
-    if cpus < needed:
-        raise ConfigError(
-            f"{world_size} ranks of {threads or 1} CPUs each need {needed}, and the Ray cluster has {cpus}; use fewer "
-            f"devices or threads, or start Ray with more: ray start --num-cpus {needed}"
-        )
-    return threads or max(1, cpus // world_size)
-
-
-def _ray_address() -> str:
-    """The address by which Ray knows this host."""
-    import ray
-
-    return ray.util.get_node_ip_address()
+def threads_of_cluster(device: DeviceKind, world_size: int) -> int:
+    """Threads of each of ``world_size`` ranks of the Ray cluster: its CPUs shared out, at most 8 beside a GPU."""
+    share = max(1, int(connected().cluster_resources().get("CPU", 0)) // world_size)
+    return min(8, share) if device == "cuda" else share

@@ -12,7 +12,7 @@ from ..errors import ConfigError, RankFailed
 from .backend import Launcher, OnMessage, Watch
 from .devices import DeviceChoice, DeviceKind, check_timeout, join_default_group, resolve_device, use_loopback
 from .failures import lost_peer
-from .log_filter import hide_chatter, hide_loading_bars
+from .log_filter import hide_chatter
 from .meeting import Meeting, join_error, meet
 
 if TYPE_CHECKING:
@@ -41,22 +41,14 @@ def torchrun_rank() -> TorchrunRank | None:
     ``RANK`` and ``WORLD_SIZE`` without ``LOCAL_RANK`` are what a scheduler sets for a machine, not a rank.
 
     Raises:
-        ConfigError: only some of the variables are set, or one is not a number.
+        ConfigError: one of the variables is not a number.
     """
-    present = [name for name in RANK_VARIABLES if name in os.environ]
-    if present in ([], ["WORLD_SIZE"], ["RANK", "WORLD_SIZE"]):
-        return None
-    missing = [name for name in RANK_VARIABLES if name not in present]
-    names = " and ".join(present)
-    if missing:
-        raise ConfigError(
-            f"{names} {'is' if len(present) == 1 else 'are'} set, as in a rank of torchrun, but "
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; start this with torchrun, or unset "
-            f"{names}"
-        )
     values = {name: os.environ[name] for name in (*RANK_VARIABLES, "LOCAL_WORLD_SIZE") if name in os.environ}
+    if not values.keys() >= {*RANK_VARIABLES}:
+        return None
     for name, value in values.items():
         if not (value.isascii() and value.isdigit()):
+            names = ", ".join(RANK_VARIABLES)
             raise ConfigError(f"{name}={value!r} is not a number; start this with torchrun, or unset {names}")
     rank, world_size, local_rank = (int(values[name]) for name in RANK_VARIABLES)
     # Without it all may be here, or on other hosts: then the address at which they meet shows it.
@@ -88,7 +80,10 @@ def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto",
     place = _join(timeout, device)[0]
     there = torchrun_rank()
     if quiet and there is not None and there.rank > 0:
-        hide_loading_bars()
+        from transformers.utils.logging import disable_progress_bar
+
+        # diffusers' own bars are on rank 0 alone.
+        disable_progress_bar()
     return place
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from .._version import __version__
 from ..errors import InputError, did_you_mean
-from ..launch import Launcher, connection, device_of_launcher, launcher, threads_of_launcher
+from ..launch import Launcher, device_of_launcher, launcher, threads_of_launcher
 from ..launch.pool import PRELOAD
 from .errors import RESTART_SECONDS, Stopping
 from .offers import ModelSpec, ServedModel
@@ -55,7 +54,6 @@ class Service(JobStore):
             if not isinstance(spec.config, str):
                 spec.config.check_world_size(settings.devices)
         super().__init__(served, folder, settings)
-        self._undo = ExitStack()
         ranks = [partial(_ranks, settings, number) for number in range(settings.replicas)]
         self._dispatcher = Dispatcher(self, served, ranks, settings, function)
         self._stopping = False
@@ -66,16 +64,10 @@ class Service(JobStore):
         Images that were under way when that run ended are begun again, which counts as no attempt.
 
         Raises:
-            ConfigError: another server uses the folder, or its queue is of another version; a cluster does not answer.
+            ConfigError: another server uses the folder, or its queue is of another version.
             StorageError: the folder cannot be written.
         """
-        # Replicas share the connection, also when their ranks are restarted.
-        await asyncio.to_thread(lambda: self._undo.enter_context(connection(self._settings.launcher)))
-        try:
-            await self.open()
-        except BaseException:
-            self._undo.close()
-            raise
+        await self.open()
         await self._dispatcher.start()
         self._looking = asyncio.create_task(self.maintain())
 
@@ -86,7 +78,6 @@ class Service(JobStore):
         self._looking.cancel()
         await asyncio.gather(self._looking, *self._background, return_exceptions=True)
         await self.close()
-        await asyncio.to_thread(self._undo.close)
 
     async def permanent_failure(self) -> str:
         """Returns when no ranks will ever serve, with the reason; see `Dispatcher.permanent_failure`."""
@@ -144,6 +135,4 @@ def _ranks(settings: ServiceSettings, number: int) -> Launcher:
         threads = threads_of_launcher(name, kind, devices * settings.replicas)
     gpus = range(number * devices, (number + 1) * devices)
     preload = (*PRELOAD, "ditmesh.serve.worker.replicas", "ditmesh.serve.worker.worker")
-    return launcher(
-        name, devices, kind, threads, settings.timeout, gpus=gpus, stop_limit=settings.stopped, preload=preload
-    )
+    return launcher(name, devices, kind, threads, settings.timeout, gpus=gpus, preload=preload)

@@ -88,7 +88,6 @@ class ServiceSettings(BaseModel):
         stall: seconds after which ranks are given up: without a message while they are idle, without a step or anything
             else done while they work; where steps take long, as long as four of the slowest.
         load: the same without a message while they start or load a model.
-        stopped: seconds for which a rank may be stopped by a signal such as SIGSTOP.
         grace: seconds that jobs under way have when the server stops.
     """
 
@@ -110,7 +109,6 @@ class ServiceSettings(BaseModel):
     reserve: int = 64 * 2**20
     stall: Annotated[float, LimitOption("Start ranks again after so long without a step.", "SECONDS")] = 60.0
     load: float = 1800.0
-    stopped: float = 5.0
     grace: Annotated[
         float, LimitOption("Let images under way end for so long when the server stops.", "SECONDS", 0)
     ] = 30.0

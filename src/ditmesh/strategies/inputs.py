@@ -78,7 +78,7 @@ class AgreedInputs:
         self.policy = policy
         self._weights = WeightDigests(pipe)
         # Weights as they were before they were cut: afterwards no rank has them.
-        read = self._weights.look(gather=mesh.world.all_gather_object if mesh.world.size > 1 else None)
+        read = self._weights.look()
         self._whole = {name: weight for name, (weight, which) in read.items() if which not in cut}
         self._spread: Callable[[], Collection[int]] = tuple
         self._moved: Callable[[], Collection[int]] = tuple

@@ -122,8 +122,6 @@ class DisplacedParallel(StaleSequence):
 
     def end_request(self) -> None:
         self._buffers.renew().finish()
-        if self._codec is not None:
-            self._codec.forget()
 
     def moved_on(self, step: int) -> float | None:
         if not self._predicts:
@@ -284,7 +282,7 @@ class _Buffer:
     def _packed(self, packer: Codec, tokens: list[Tensor]) -> Tensor:
         """The message of this rank's tokens."""
         if not isinstance(packer, Int4):
-            return packer.encode(packer.together(tokens))
+            return packer.encode(one_after_other(tokens) if len(tokens) > 1 else tokens[0])
         if self._shown is None:
             # Nothing was ever sent: others have zeros.
             self._shown = one_after_other(tokens).zero_()
@@ -292,7 +290,7 @@ class _Buffer:
                 for slot in slots if rank != self._ring.rank else ():
                     slot.zero_()
         # The next difference includes what rounding has left out.
-        return packer.encode_new(packer.new(tokens, self._shown), self._shown)
+        return packer.encode_new(tokens, self._shown)
 
     def arrive(self) -> None:
         """Wait for the posted messages, if pending."""

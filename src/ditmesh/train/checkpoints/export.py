@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +14,6 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...core.files import written_atomically
 from ...errors import InputError
 from ..config import TrainConfig
 from ..model.adapters import save_adapters
@@ -42,6 +45,40 @@ def export(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
             where = f"the weights of step {step} are in {checkpoint}: free some space and use --resume"
         raise InputError(f"{folder} cannot be written ({error}); {where}") from error
     return folder
+
+
+@contextmanager
+def written_atomically(path: str | Path) -> Iterator[Path]:
+    """An empty folder beside ``path`` to fill; when the block ends without an error it takes that name.
+
+    A folder of that name stays until the new one is whole, and is removed then.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mark = f".{path.name}-{os.getpid()}-{os.urandom(4).hex()}"
+    temporary, old = path.with_name(f"{mark}.tmp"), path.with_name(f"{mark}.old")
+    try:
+        temporary.mkdir()
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                # A rename may reach the disk before the data.
+                with file.open("rb") as opened:
+                    os.fsync(opened.fileno())
+        if path.exists():
+            os.replace(path, old)
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            if old.exists():
+                os.replace(old, path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: type, folder: Path) -> None:
