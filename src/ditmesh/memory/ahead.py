@@ -20,15 +20,9 @@ from .walk import WithoutValues, by_any_call, manual_collection, model_on_meta
 def computed_ahead(
     transformer: str, settings: Mapping[str, Any], tensor: int, workload: Workload, dtype: torch.dtype
 ) -> Needs:
-    """Bytes of a rank: `weights` of the modules whose values are computed ahead, and `kept` for these values.
+    """Bytes of one of ``tensor`` ranks: `weights` of the modules whose values are computed ahead, `kept` for these.
 
-    Args:
-        transformer, settings: class and configuration.
-        tensor: ranks that share its weights.
-        workload: of a rank; values are kept for all of its steps.
-
-    Raises:
-        LayoutError: the transformer cannot run without values.
+    ``workload``: of a rank; values are kept for all of its steps. Raises as `denoise`.
     """
     model = model_on_meta(transformer, json.dumps(settings, default=str))
     batch, calls = workload.calls(workload.pictures, workload.branches)
