@@ -25,8 +25,6 @@ ROOT = Path(__file__).parent
 os.environ["HF_HUB_OFFLINE"] = "1"
 # As ranks have: kernels may round otherwise with more threads. torch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A mistake in what only predicts is no reason to go on without it.
-os.environ["DITMESH_RAISE_MISTAKES"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,8 @@ def restore_on_ranks(name):
 
 
 def test_restore_is_exact_on_ranks(ranks):
-    assert ranks(2).run(restore_on_ranks, "Flux") == [True, True]
+    for name in ("Flux", "Sana"):
+        assert ranks(2).run(restore_on_ranks, name) == [True, True]
 
 
 def two_models():

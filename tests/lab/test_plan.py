@@ -200,7 +200,7 @@ def test_published_tables_have_a_source_and_fit_the_catalogue(path):
     table = yaml.safe_load(path.read_text())
     # A file at a commit, or a thread.
     assert re.search(r"@[0-9a-f]{8}|github\.com/\S+/pull/\d+", table["source"])
-    assert shape(table["model"]).tokens(*table["size"], table.get("frames", 1)) > 0
+    assert shape(table["model"]).token_grid(*table["size"], table.get("frames", 1))
     made = machine(table["device"], table["devices"])
     assert link(table["link"]).bandwidth > 0
     for row in table["rows"]:

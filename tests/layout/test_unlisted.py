@@ -229,9 +229,7 @@ def test_forms_tell_apart_what_a_model_may():
         {"hidden_states": torch.zeros(2, 4, 1, 10, 14)},
     ]
     assert len({form(), *(form(**changes) for changes in other)}) == len(other) + 1
-    assert news(form(fps=[1, 0], timestep=torch.zeros(2, 3)), [form()]) == (
-        "'fps' (a list), 'timestep' (a float tensor of 2 dimensions)"
-    )
+    assert news(form(fps=[1, 0], timestep=torch.zeros(2, 3)), [form()]) == "'fps', 'timestep'"
 
 
 def test_a_count_from_the_other_end():

@@ -111,24 +111,6 @@ def test_a_wrong_layout_is_not_drawn_with(ranks, config):
             assert found[what][0] != "raises" or message in found[what][1], (what, found[what])
 
 
-def with_cut_weights(config):
-    """Outcomes of a right layout and of a wrong one, handed over, and of a call of another form."""
-    model, found = tiny("Flux"), []
-    call = inputs("Flux", sizes("Flux")["B=2 ragged"])
-    other = {name: value for name, value in call.items() if name != "joint_attention_kwargs"}
-    truth = run(model, call)
-    right = replace(layout_of(model), kept=("proj_out",))
-    for layout in (right, attention(LOCAL)(right)):
-        with ditmesh.parallelized(model, config, layout=layout):
-            for given in (call, call, other):
-                try:
-                    found.append(relative_error(run(model, given), truth))
-                except ditmesh.LayoutError as error:
-                    found.append(str(error))
-        assert relative_error(run(model, call), truth) == 0
-    return found
-
-
 @pytest.mark.parametrize("config", [{"pipe": 2, "warmup": "fixed(9)"}, {"tensor": 2, "ulysses": 2}], ids=str)
 def test_with_cut_weights_no_layout_is_taken(config):
     model = tiny("Flux")

@@ -27,7 +27,7 @@ from ditmesh.layout import layout_of
 from ditmesh.layout.describe import meta_model
 from ditmesh.memory import check
 from ditmesh.memory.catalogue import shape
-from ditmesh.memory.check import RAISE, Demand, components_of_shape
+from ditmesh.memory.check import Demand, components_of_shape
 from ditmesh.memory.sizes import workload_of
 from ditmesh.strategies.heads import heads_of
 from support.models import tiny
@@ -108,10 +108,6 @@ def test_a_mistake_in_a_prediction_is_said(monkeypatch: pytest.MonkeyPatch, capl
         raise TypeError("a mistake")
 
     monkeypatch.setattr(Demand, "largest", mistaken)
-    # Tests see it.
-    with pytest.raises(TypeError, match="a mistake"):
-        check.choose_for_ranks(info, torch.float32, cpu, limit=1e6)
-    monkeypatch.delenv(RAISE)
     with caplog.at_level("WARNING"):
         choice = check.choose_for_ranks(info, torch.float32, cpu, limit=1e6)
     assert choice is not None

@@ -56,7 +56,6 @@ PATCHWISE = {
     "packing": lambda x: x.view(2, 4, 3, 2, 3, 2).permute(0, 2, 4, 1, 3, 5).reshape(2, 9, 16) + 1,
     "list and stack": lambda x: torch.stack([one * 2 for one in x.unbind(0)], dim=0),
     "join with a condition": lambda x: torch.cat([x, OTHER], dim=1).mul(2)[:, :6],
-    "index of rows": lambda x: x[torch.tensor([1, 0])],
     "norm over channels": lambda x: x / torch.norm(x, dim=1, keepdim=True),
     "sum over orders": lambda x: torch.einsum(
         "k,bkc...->bc...", torch.tensor([0.3, 0.7]), torch.stack([x, 2 * x], dim=1)
@@ -77,6 +76,7 @@ FLUSHING = {
     "equality": lambda x: torch.tensor(torch.equal(x, x * 1)),
     "sorting": lambda x: x.sort(dim=2).values,
     "a mask as index": lambda x: x[OTHER > 0],
+    "index of rows": lambda x: x[torch.tensor([1, 0])],
     "written into a plain tensor": lambda x: torch.zeros(2, 4, 6, 6).copy_(x),
     "patches that meet": lambda x: x + x.flip(2),
     "noise that looks at values": lambda x: torch.bernoulli(x.sigmoid(), generator=torch.Generator().manual_seed(3)),

@@ -168,6 +168,7 @@ WITHOUT_RULE = {
     "transposed, overlapping",
     "not an integer",
     "cropped",
+    "channels last",
     "whole norm",
     "mean",
     "mean over rows",

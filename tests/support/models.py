@@ -74,14 +74,14 @@ WAYS = {
     "HunyuanVideo15": CallVariant("bcfhw"),
     "Wan": CallVariant("bcfhw"),
     "Wan I2V": CallVariant("bcfhw"),
-    "Wan TI2V": CallVariant("bcfhw", per_token=True),
+    "Wan TI2V": CallVariant("bcfhw"),
     "QwenImage": CallVariant("bsc"),
     "QwenImage edit": CallVariant("bsc"),
     "ZImage": CallVariant("list"),
     "LTX": CallVariant("bsc"),
-    "LTX I2V": CallVariant("bsc", per_token=True),
+    "LTX I2V": CallVariant("bsc"),
     "LTX2": CallVariant("bsc"),
-    "LTX2 I2V": CallVariant("bsc", per_token=True),
+    "LTX2 I2V": CallVariant("bsc"),
     "LTX2 STG": CallVariant("bsc"),
     "Mochi": CallVariant("bcfhw"),
     "CogView4": CallVariant("bchw", masked="text"),
@@ -89,7 +89,7 @@ WAYS = {
     "StableAudio": CallVariant("bcs"),
     "Krea2": CallVariant("bsc"),
     "Cosmos": CallVariant("bcfhw", masked="text"),
-    "Cosmos V2W": CallVariant("bcfhw", masked="text", per_token=True),
+    "Cosmos V2W": CallVariant("bcfhw", masked="text"),
     "Latte": CallVariant("bcfhw"),
 }
 
@@ -127,6 +127,19 @@ def stirred(model: nn.Module) -> nn.Module:
     return model
 
 
+# Image-to-video pipelines pass a timestep for every token, or for every frame.
+TIMES: dict[str, Callable[[Size], dict[str, torch.Tensor]]] = {
+    "Wan TI2V": lambda size: {"timestep": times(size.image)},
+    "LTX I2V": lambda size: {"timestep": times(size.image)},
+    "LTX2 I2V": lambda size: {"timestep": times(size.image), "audio_timestep": times(size.audio)},
+    "Cosmos V2W": lambda size: {"timestep": torch.linspace(0.1, 0.9, size.frames)[None, :, None, None]},
+}
+
+
+def times(tokens: int) -> torch.Tensor:
+    return torch.linspace(1, 900, tokens)
+
+
 # Latte's own forward fails with a mask and more than one frame; its pipeline passes none.
 MASKLESS = {"Latte"}
 
@@ -146,6 +159,8 @@ def inputs(name: str, size: Size, masks: bool = True) -> dict[str, Any]:
     """Arguments of the model's forward; with B=2 every mask (or list of captions) is ragged."""
     way = replace(WAYS.get(name, CallVariant("bchw")), optional=masks and name not in MASKLESS)
     made = Conventions(tiny(name), way).inputs(size)
+    for key, value in TIMES[name](size).items() if name in TIMES else ():
+        made[key] = value.expand(size.batch, *value.shape)
     for key, value in [*made.items(), *made.get("joint_attention_kwargs", {}).items()]:
         if "mask" in key and isinstance(value, torch.Tensor) and value.dtype == torch.bool:
             value.fill_(True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +19,8 @@ from ..strategies import support
 from ..strategies.heads import heads_of
 from ..strategies.tensor.slices import plan_slices
 from .targets import denoisers
+
+T = TypeVar("T")
 
 
 def configuration_for(target: Any, *, guidance: bool | None = None) -> ParallelConfig:
@@ -44,11 +46,21 @@ def configuration_for(target: Any, *, guidance: bool | None = None) -> ParallelC
     return agreed(choose)
 
 
-def agreed(choose: Callable[[int], ParallelConfig]) -> ParallelConfig:
-    """The choice of rank 0 for all ranks of the default process group."""
+def agreed(choose: Callable[[int], T]) -> T:
+    """What rank 0 of the default process group chooses for so many ranks, on all of them; so are its errors."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return choose(1)
-    return broadcast_object(choose(dist.get_world_size()) if dist.get_rank() == 0 else None)
+    answer: tuple[Any, Exception | None] = None, None
+    if dist.get_rank() == 0:
+        try:
+            answer = choose(dist.get_world_size()), None
+        except Exception as error:
+            # The other ranks wait for an answer.
+            answer = None, error
+    value, failure = broadcast_object(answer)
+    if failure is not None:
+        raise failure
+    return value
 
 
 def guided(pipeline: type | None, settings: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from ..comm.mesh import DEFAULT_DEADLINE_SECONDS, Mesh
 from ..config import ParallelConfig
 from ..engine import ConfigLike, agreed, denoisers, engine_of, parallelize
 from ..errors import InputError
-from ..layout.table import known_models
+from ..layout import known_models
 from ..memory.ahead import modules_ahead
 from ..memory.check import check_memory as check_fits
 from ..memory.check import choose_for_ranks
@@ -153,7 +153,7 @@ def _configuration_before(
     """The configuration of ``"auto"``, chosen before anything is loaded."""
     device = device_of_rank()
     kind = dtype_of(usual_dtype(device) if dtype is None else dtype, "transformer") or torch.float32
-    choice = choose_for_ranks(info, kind, device, limit=limit, without=without, memory=memory)
+    choice = choose_for_ranks(info, kind, device, limit=limit if memory else float("inf"), without=without)
     if choice is None:
         # A class without a reviewed layout: the ring takes any number of heads.
         return agreed(lambda size: ParallelConfig.auto(size, info.heads or 1))

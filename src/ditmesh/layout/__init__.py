@@ -1,6 +1,6 @@
 """Token layouts: which tensors of a transformer hold which tokens; the data type, the reviewed table, the probe."""
 
-from .table import known_models, known_tables, layout_of
+from .models import known_models, known_tables, layout_of
 from .types import (
     LOCAL,
     Attention,

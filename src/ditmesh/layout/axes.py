@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from math import prod
 
 import torch
 from torch import Tensor
 
-from ..errors import LayoutError
 from .check import checked_facts
 from .record import RecordedBlock, changed_along, error_line, with_corrupted
 from .streams import block_facts
@@ -18,12 +18,7 @@ _DIMENSIONS = 4
 
 
 def folds_of(ran: RecordedBlock, streams: tuple[Stream, ...]) -> tuple[Fold, ...]:
-    """The folds of a list's arguments, seen at its first block; empty: they are as they should be.
-
-    Args:
-        ran: the block as it ran.
-        streams: those of the block before it.
-    """
+    """The folds of a list's arguments, seen at its first block, given the streams of the block before it."""
     if any(isinstance(v, Tensor) and v.dim() >= _DIMENSIONS and _returned(ran, v) for v in ran.leaves.values()):
         try:
             found = block_facts(ran.fresh(), streams)
@@ -41,11 +36,8 @@ def folds_of(ran: RecordedBlock, streams: tuple[Stream, ...]) -> tuple[Fold, ...
 
 def _returned(ran: RecordedBlock, value: Tensor) -> list[int]:
     """Places of the results that may be this argument, changed."""
-    return [
-        place
-        for place, one in enumerate(ran.results)
-        if isinstance(one, Tensor) and one.shape == value.shape and one.dtype == value.dtype
-    ]
+    results = [(place, result) for place, result in enumerate(ran.results) if isinstance(result, Tensor)]
+    return [place for place, one in results if one.shape == value.shape and one.dtype == value.dtype]
 
 
 def _along_several(ran: RecordedBlock) -> Fold | None:
@@ -66,14 +58,10 @@ def _along_several(ran: RecordedBlock) -> Fold | None:
 def _follows(ran: RecordedBlock, path: str, value: Tensor, place: int, dim: int) -> bool:
     """True if entries along a dimension come back one by one, and are some rows of a sample's queries."""
     places = ran.half(value.shape[dim])
-    try:
-        touched = ran.touched({path: with_corrupted(value, dim, places)})
-    except LayoutError:
-        raise
-    except Exception as error:
-        error_line(error)
-        return False
-    return torch.equal(changed_along(touched.results[place], dim), places) and touched.some_queries
+    touched = ran.tried({path: with_corrupted(value, dim, places)})
+    return (
+        touched is not None and touched.some_queries and torch.equal(changed_along(touched.results[place], dim), places)
+    )
 
 
 def _along_one(ran: RecordedBlock, streams: tuple[Stream, ...]) -> Fold | None:
@@ -101,30 +89,24 @@ def _beside(ran: RecordedBlock, main: Fold) -> list[Fold]:
             if prod(own) > 1 and all(mine in (1, whole) for mine, whole in zip(own, shape, strict=True)):
                 folds.append(Fold(path, main.dim, main.axes))
                 continue
-        dim = next((d for d, size in enumerate(value.shape) if _for_several(ran, main, path, value, d, size)), None)
-        if dim is not None:
-            folds.append(Fold(path, dim, 1))
+        dims = (d for d, size in enumerate(value.shape) if _for_several(ran, main, path, value, d, size))
+        folds += [Fold(path, dim, 1) for dim in islice(dims, 1)]
     return folds
 
 
 def _for_several(ran: RecordedBlock, main: Fold, path: str, value: Tensor, dim: int, size: int) -> bool:
     """True if entries along a dimension are for as many successive tokens each, more than one."""
-    tokens = ran.leaves[main.arg]
-    length = prod(tokens.shape[main.dim : main.dim + main.axes])
+    last = main.dim + main.axes - 1
+    length = prod(ran.leaves[main.arg].shape[main.dim : last + 1])
     if not 1 < size < length or length % size:
         return False
+
     half = ran.half(size)
     # Both halves: one alone may touch such tokens by chance.
     for places in (half, ~half):
-        try:
-            touched = ran.touched({path: with_corrupted(value, dim, places)})
-        except Exception as error:
-            error_line(error)
-            return False
-        changed = touched.results[main.results[0]]
-        if changed is None or changed.dim() != tokens.dim():
-            return False
-        there = changed_along(changed.flatten(main.dim, main.dim + main.axes - 1), main.dim)
-        if not torch.equal(there, places.repeat_interleave(length // size)):
+        touched = ran.tried({path: with_corrupted(value, dim, places)})
+        changed = None if touched is None else touched.results[main.results[0]]
+        tokens = None if changed is None else changed_along(changed.flatten(main.dim, last), main.dim)
+        if tokens is None or not torch.equal(tokens, places.repeat_interleave(length // size)):
             return False
     return True

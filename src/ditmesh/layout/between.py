@@ -11,9 +11,9 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,30 +36,24 @@ Given = dict[str, dict[str, Tensor]]
 Edit = Callable[[str, str, Tensor], Tensor]
 
 
-@dataclass
-class BlockOutputForm:
+class BlockOutputForm(NamedTuple):
     """The form in which a block that ran returns its results.
 
     Attributes:
         site: its path.
         single: whether it returns one tensor.
+        number: how many results it returns.
         others: its results that are no stream, by position.
-        count: how many results it returns.
     """
 
     site: str
     single: bool
-    count: int
-    others: dict[int, Any] = field(default_factory=dict)
+    number: int
+    others: dict[int, Any]
 
 
 class IdentityBlocks:
     """A model with blocks that, in some regions, return what they are given.
-
-    Args:
-        ran: the blocks in the order they ran.
-        run: what to call with the arguments.
-        call: the arguments by name.
 
     Attributes:
         given, handed: what every block was given by the latest run; the very tensors of it, which it returned.
@@ -98,9 +92,7 @@ class IdentityBlocks:
     def __call__(self, edit: Edit | None = None, call: dict[str, Any] | None = None) -> tuple[Given, Any]:
         """The inputs of every block, and the model's result.
 
-        Args:
-            edit: the tensor that a block returns for a stream in place of its input, by site and stream name.
-            call: other arguments by name.
+        ``edit``: gives the tensor that a block returns for a stream in place of its input; ``call``: other arguments.
         """
         self.given, self.handed, self._foldings = {}, {}, {}
         with ExitStack() as undo, torch.no_grad():
@@ -120,9 +112,9 @@ class IdentityBlocks:
             for cut in region.cuts:
                 if isinstance(value := arguments.get(cut.arg), Tensor) and cut.ndim in (None, value.dim()):
                     values[f".{cut.arg}"] = value
-            results: list[Any] = [form.others.get(position) for position in range(form.count)]
+            results: list[Any] = [form.others.get(position) for position in range(form.number)]
             for stream in region.streams:
-                if stream.returned and (stream.out or 0) < form.count and (stream.out or 0) not in form.others:
+                if stream.returned and (stream.out or 0) < form.number and (stream.out or 0) not in form.others:
                     value = arguments.get(stream.arg)
                     # As it is now: the model may write to it between blocks.
                     values[stream.name] = value.clone()
@@ -216,20 +208,13 @@ class _ListsInOne:
         region, main = self.regions[0], self.regions[0].main
         dims = {main.name: main.dim} | {f".{c.arg}": c.dim for c in region.cuts if c.tokens == (main.name,)}
         after, _ = self.skeleton(call=arguments.kwargs)
-        # By block the tokens with which something differs that it is given. One that does not return the stream shows
-        # nothing of it: the last one may leave it out.
-        hits = []
-        for site in self.sites:
-            old, hit = self.before[site], torch.zeros(self.length, dtype=torch.bool)
-            for name, dim in dims.items():
-                if name in old and len(changed := changed_along(differs(after[site][name], old[name]), dim)) == len(
-                    hit
-                ):
-                    hit |= changed
-            hits.append(hit)
-        first, *later = hits
-        late = any(hit.any() for hit in later)
-        return late and not first.any() and not any((hit & ~places).any() for hit in later)
+        hits = torch.zeros(len(self.sites), self.length, dtype=torch.bool)
+        for hit, site in zip(hits, self.sites, strict=True):
+            # A block that does not return the stream shows nothing of it: the last one may leave it out.
+            for name in dims.keys() & self.before[site].keys():
+                changed = changed_along(differs(after[site][name], self.before[site][name]), dims[name])
+                hit |= changed if len(changed) == self.length else False
+        return bool(hits[1:].any()) and not hits[0].any() and not (hits[1:] & ~places).any()
 
     def on_own_tokens(self, cuts: Sequence[Cut]) -> list[Region] | None:
         """The lists as a rank can run them on its own tokens; None: it needs all tokens between blocks."""
@@ -327,9 +312,9 @@ def _share(value: Tensor, dim: int, rank: int) -> Tensor:
 
 def _chained(region: Region, skeleton: IdentityBlocks, before: Given, handed: Given) -> Region:
     """The region, chained only if its first block is given the very tensors that the block before it returned."""
-    sites = [one.site for one in skeleton.ran]
-    first = next(site for site in sites if _list_of(site) == region.blocks)
-    last = sites[sites.index(first) - 1]
+    sites = [form.site for form in skeleton.ran]
+    number = next(n for n, site in enumerate(sites) if _list_of(site) == region.blocks)
+    first, last = sites[number], sites[number - 1]
 
     def is_same(name: str) -> bool:
         given, returned = before[first].get(name), before[last].get(name)

@@ -6,7 +6,7 @@ It has to ask the same of attention and return the same as for all tokens. Nothi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,19 +18,18 @@ from ..attention.masks import per_token
 from ..core.arguments import Arguments
 from ..core.partition import Partition, even_cut
 from ..errors import LayoutError
-from .forms import WAY_OUT
+from .forms import underivable
 from .record import MixingModule, RecordedBlock, computed, error_line, off_by, tolerance
-from .streams import CallStreams, Facts, TokenRows, length_of
+from .streams import CallStreams, Facts, Rows, length_of
 from .types import Leaf
 
 _RANKS = 2
 
 
 def checked_facts(block: RecordedBlock, facts: Facts) -> Facts:
-    """Run a block as each of two ranks would, and compare with all of its tokens.
+    """The facts, if a block does on each of two ranks what it does on all of its tokens.
 
-    Returns:
-        The facts. If the block needs to have the streams beside the first whole, they say so.
+    If it needs to have the streams beside the first whole, they say so.
 
     Raises:
         LayoutError: a rank asks something else of attention, returns something else, or cannot run the block.
@@ -63,14 +62,7 @@ def _check(block: RecordedBlock, facts: Facts) -> None:
 
 @dataclass
 class _RankCheck:
-    """A block on the tokens of one rank: cut its arguments, run it, compare what it asks and returns.
-
-    Attributes:
-        block: as it ran with all tokens.
-        facts: to be checked.
-        tokens: of every rank.
-        rank: the rank that holds the tokens of the block.
-    """
+    """A block, as it ran with all tokens, on those of one rank: cut its arguments, run it, compare all that it does."""
 
     block: RecordedBlock
     facts: Facts
@@ -84,9 +76,7 @@ class _RankCheck:
         except LayoutError:
             raise
         except Exception as error:
-            raise LayoutError(
-                f"{block.site} cannot run on some of its tokens ({error_line(error)}); {WAY_OUT}"
-            ) from error
+            raise underivable(f"{block.site} cannot run on some of its tokens ({error_line(error)})") from error
         for stream in self.facts.streams:
             if stream.returned and isinstance(whole := block.results[stream.out or 0], Tensor):
                 here = self._part(whole, stream.dim, stream.name)
@@ -111,7 +101,7 @@ class _RankCheck:
         """The rank's rows of what attention answered with all tokens, if they are what it is asked for."""
         site, number = self.block.site, index + 1
         if index >= len(self.block.asked):
-            raise LayoutError(f"{site} makes more attention calls on some of its tokens than on all; {WAY_OUT}")
+            raise underivable(f"{site} makes more attention calls on some of its tokens than on all")
         call, was = self.facts.calls[index], self.block.asked[index]
         if not call.keys:
             return computed(index, q, k, v, mask, scale)
@@ -122,9 +112,9 @@ class _RankCheck:
         ):
             self._compare(f"the {what} of attention call {number}", asked, self._rows(before, rows))
         if scale != was.scale:
-            raise LayoutError(
+            raise underivable(
                 f"{site} scales the scores of attention call {number} by how many tokens it is given, so "
-                f"that a rank with some of them would scale them otherwise; {WAY_OUT}"
+                "that a rank with some of them would scale them otherwise"
             )
         if mask is not None and was.mask is not None:
             self._check_mask(number, mask, was.mask, was.k, call)
@@ -167,25 +157,25 @@ class _RankCheck:
                     # Only from a mask per token the other ranks' part can be built.
                     per_token(full_mask)
                 except LayoutError:
-                    raise LayoutError(
+                    raise underivable(
                         f"{site}: attention call {number} has a mask over pairs of tokens (is_causal=True, say), "
-                        f"of which a rank makes the part for its own tokens only; {WAY_OUT}"
+                        "of which a rank makes the part for its own tokens only"
                     ) from None
             expected = self._rows(expected, call.queries)
         if mask.shape != expected.shape or not torch.equal(mask, expected):
-            raise LayoutError(
+            raise underivable(
                 f"{site}: with some of its tokens it hands attention call {number} a mask {tuple(mask.shape)}, "
-                f"which is neither {tuple(full_mask.shape)} nor a part of it; {WAY_OUT}"
+                f"which is neither {tuple(full_mask.shape)} nor a part of it"
             )
 
-    def _rows(self, tensor: Tensor, rows: Mapping[str, TokenRows]) -> Tensor:
+    def _rows(self, tensor: Tensor, rows: Rows) -> Tensor:
         pieces = []
         for name in sorted(rows, key=lambda name: rows[name].start):
             span, own = rows[name], self.tokens.select((name,))
             start, length = own.places(self.rank)[0]
-            if span.length < own.total:
+            if len(span) < own.total:
                 # Padding is left out: every rank has the remaining tokens.
-                start, length = 0, span.length
+                start, length = 0, len(span)
             pieces.append(tensor.narrow(2, span.start + start, length))
         return torch.cat(pieces, 2)
 
@@ -198,8 +188,7 @@ class _RankCheck:
             if error <= tolerance(expected):
                 return
             problem = f"are off by {error:.2g} of the largest"
-        raise LayoutError(
+        raise underivable(
             f"{self.block.site}: with the tokens of rank {self.rank} of {_RANKS} alone {what} {problem}, so something "
-            "in the block depends on where a token stands in a way that its arguments do not show; "
-            f"{WAY_OUT}"
+            "in the block depends on where a token stands in a way that its arguments do not show"
         )

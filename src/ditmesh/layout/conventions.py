@@ -56,30 +56,83 @@ class CallVariant:
         form: how its latents lie.
         optional: pass optional arguments too (masks, rotary tables), so that a probe sees what follows them.
         masked: what `attention_mask` covers.
-        per_token: a timestep for every token, as image-to-video pipelines pass it.
     """
 
     form: Form
     optional: bool = False
     masked: Masked = "nothing"
-    per_token: bool = False
 
 
-class _Inputs:
-    """Arguments of one size for one model; random ones in the order in which they are asked for."""
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
-    def __init__(self, model: Conventions, size: Size, seed: int) -> None:
-        self.model, self.way, self.size = model, model.way, size
-        self.entry, self.need, self.generator = model.entry, model.need, torch.Generator().manual_seed(seed)
+
+class Conventions:
+    """Makes the keyword arguments of a transformer's forward.
+
+    Args:
+        model: the transformer; its config gives widths.
+        way: how to call it.
+    """
+
+    size: Size
+    generator: torch.Generator
+
+    def __init__(self, model: nn.Module, way: CallVariant) -> None:
+        self.config: Any = model.config
+        self.way = way
+        self.parameters = inspect.signature(type(model).forward).parameters
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+
+    @property
+    def small(self) -> Size:
+        """Size to probe with. No two kinds of token are as many, nor as many as there are samples.
+
+        Square images, because some models recover rows and columns from the number of tokens. Models that
+        take lists pad them to multiples of 32 tokens, so theirs are.
+        """
+        if self.way.form == "list":
+            return Size(8, 8, 32)
+        return Size(4, 4, 5, frames=self.entry("video_length") or (2 if self.way.form in ("bcfhw", "bfchw") else 1))
+
+    def inputs(self, size: Size) -> dict[str, Any]:
+        """Arguments by name, the same for the same size.
+
+        Raises:
+            LayoutError: the model wants an argument, or one wants an entry of the config, that is not there.
+        """
+        self.size, self.generator, values = size, torch.Generator().manual_seed(0), dict[str, Any]()
+        for name, parameter in self.parameters.items():
+            # Random ones in the order in which they are asked for.
+            value = _ARGUMENTS[name](self) if name in _ARGUMENTS else None
+            if value is not None:
+                values[name] = value
+            elif name != "self" and parameter.default is parameter.empty and parameter.kind in _BY_NAME:
+                raise LayoutError(f"its forward wants the argument {name!r}, which the probe cannot make")
+        return values
+
+    def need(self, name: str) -> Any:
+        """An entry of the config that inputs cannot be made without."""
+        value = self.entry(name)
+        if value is None:
+            raise LayoutError(f"its config has no {name}, without which the probe cannot make its inputs")
+        return value
+
+    def entry(self, *names: str) -> Any:
+        """The first of some entries of the config that is there and not None."""
+        return next((value for name in names if (value := getattr(self.config, name, None)) is not None), None)
+
+    @property
+    def plane(self) -> tuple[int, int]:
+        """Rows and columns of latents."""
         patch = self.entry("patch_size", "all_patch_size") or 1
-        # Rows (and columns) of latents in one row of tokens.
         patch = patch[-1] if isinstance(patch, (tuple, list)) else patch
-        self.plane = size.rows * patch, size.cols * patch
+        return self.size.rows * patch, self.size.cols * patch
 
     def noise(self, *shape: int | str) -> Tensor:
         """Random numbers; a name in the shape stands for that entry of the config."""
         sizes = [self.need(size) if isinstance(size, str) else size for size in shape]
-        return torch.randn(sizes, generator=self.generator).to(self.model.device, self.model.dtype)
+        return torch.randn(sizes, generator=self.generator).to(self.device, self.dtype)
 
     def vectors(self, entry: str, *tokens: int | str) -> Tensor | None:
         """Random vectors of each sample, as wide as the config's entry says, if it has that."""
@@ -107,29 +160,17 @@ class _Inputs:
         return self.noise(self.size.batch, *shapes[self.way.form])
 
     def full(self, value: float, *columns: int) -> Tensor:
-        return torch.full((self.size.batch, *columns), value, device=self.model.device)
-
-    def times(self, tokens: int) -> Tensor:
-        return torch.linspace(1, 900, tokens, device=self.model.device).expand(self.size.batch, -1)
-
-    def timestep(self) -> Tensor:
-        if not self.way.per_token:
-            return self.full(500.0).to(self.model.dtype)
-        if self.way.form == "bcfhw" and "fps" in self.model.parameters:
-            # One per frame: the model is given the frame rate.
-            times = torch.linspace(0.1, 0.9, self.size.frames, device=self.model.device)
-            return times.expand(self.size.batch, -1)[:, None, :, None, None]
-        return self.times(self.size.image)
+        return torch.full((self.size.batch, *columns), value, device=self.device)
 
     def mask(self, tokens: int) -> Tensor:
         # One padding token, where padding is allowed: models drop a mask that hides nothing.
-        ones = torch.ones(self.size.batch, tokens, dtype=torch.bool, device=self.model.device)
+        ones = torch.ones(self.size.batch, tokens, dtype=torch.bool, device=self.device)
         if self.way.optional and self.size.batch > 1 and tokens > 1:
             ones[0, -1] = False
         return ones
 
     def text_mask(self, name: str) -> Tensor | None:
-        parameter = self.model.parameters[name]
+        parameter = self.parameters[name]
         return self.mask(self.size.text) if self.way.optional or parameter.default is parameter.empty else None
 
     def attention_mask(self) -> Tensor | None:
@@ -141,7 +182,7 @@ class _Inputs:
         if not self.way.optional or self.way.masked != "nothing":
             return None
         tokens = self.size.image + self.size.text
-        return {"attention_mask": torch.ones(self.size.batch, 1, 1, tokens, dtype=torch.bool, device=self.model.device)}
+        return {"attention_mask": torch.ones(self.size.batch, 1, 1, tokens, dtype=torch.bool, device=self.device)}
 
     def ids(self, text: bool = False, image: bool = False) -> Tensor:
         """Positions (tokens, axes): those of text are zero, those of the image rows and columns."""
@@ -151,7 +192,7 @@ class _Inputs:
         if image:
             ids[-size.image :, 1] = torch.arange(rows).repeat_interleave(size.cols)
             ids[-size.image :, 2] = torch.arange(size.cols).repeat(rows)
-        return ids.to(self.model.device, self.model.dtype)
+        return ids.to(self.device, self.dtype)
 
     def rotary(self, tokens: int, width: int) -> tuple[Tensor, Tensor]:
         angles = self.noise(tokens, width)
@@ -159,7 +200,7 @@ class _Inputs:
 
 
 # Arguments of a transformer's forward by diffusers' names, and what makes them: None where the model takes none.
-_ARGUMENTS: dict[str, Callable[[_Inputs], Any]] = {
+_ARGUMENTS: dict[str, Callable[[Conventions], Any]] = {
     "hidden_states": lambda i: i.latents(),
     "x": lambda i: i.listed("in_channels", i.size.frames, *i.plane),
     "cap_feats": lambda i: i.listed(i.size.text, "cap_feat_dim"),
@@ -172,9 +213,8 @@ _ARGUMENTS: dict[str, Callable[[_Inputs], Any]] = {
     "image_embeds": lambda i: i.vectors("image_embed_dim", 3),
     "pooled_projections": lambda i: i.vectors("pooled_projection_dim"),
     "global_hidden_states": lambda i: i.vectors("global_states_input_dim", 1),
-    "timestep": lambda i: i.timestep(),
-    "timestep_r": lambda i: i.full(500.0).to(i.model.dtype) if i.entry("use_meanflow") else None,
-    "audio_timestep": lambda i: i.times(i.size.audio) if i.way.per_token else None,
+    "timestep": lambda i: i.full(500.0).to(i.dtype),
+    "timestep_r": lambda i: i.full(500.0).to(i.dtype) if i.entry("use_meanflow") else None,
     "t": lambda i: i.full(0.5),
     "guidance": lambda i: i.full(3.5) if i.entry("guidance_embeds") else None,
     "class_labels": lambda i: i.full(0).long(),
@@ -194,7 +234,7 @@ _ARGUMENTS: dict[str, Callable[[_Inputs], Any]] = {
     "height": lambda i: i.size.rows,
     "width": lambda i: i.size.cols,
     "audio_num_frames": lambda i: i.size.audio,
-    "padding_mask": lambda i: torch.zeros(1, 1, *i.plane, device=i.model.device),
+    "padding_mask": lambda i: torch.zeros(1, 1, *i.plane, device=i.device),
     "text_embedding_mask": lambda i: i.mask(i.need("text_len")),
     "text_embedding_mask_t5": lambda i: i.mask(i.need("text_len_t5")),
     "encoder_attention_mask": lambda i: i.text_mask("encoder_attention_mask"),
@@ -206,66 +246,6 @@ _ARGUMENTS: dict[str, Callable[[_Inputs], Any]] = {
     "added_cond_kwargs": lambda i: {"resolution": i.full(64.0, 2), "aspect_ratio": i.full(1.0, 1)},
     "return_dict": lambda i: False,
 }
-
-
-class Conventions:
-    """Makes the keyword arguments of a transformer's forward.
-
-    Args:
-        model: the transformer; its config gives widths.
-        way: how to call it.
-    """
-
-    def __init__(self, model: nn.Module, way: CallVariant) -> None:
-        self.config: Any = model.config
-        self.way = way
-        self.parameters = inspect.signature(type(model).forward).parameters
-        parameter = next(model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
-
-    @property
-    def size(self) -> Size:
-        """Size to probe with. No two kinds of token are as many, nor as many as there are samples.
-
-        Square images, because some models recover rows and columns from the number of tokens. Models that
-        take lists pad them to multiples of 32 tokens, so theirs are.
-        """
-        if self.way.form == "list":
-            return Size(8, 8, 32)
-        return Size(4, 4, 5, frames=self.entry("video_length") or (2 if self.way.form in ("bcfhw", "bfchw") else 1))
-
-    def inputs(self, size: Size, seed: int = 0) -> dict[str, Any]:
-        """Arguments by name, the same for the same size and seed."""
-        inputs = _Inputs(self, size, seed)
-        made = {name: _ARGUMENTS[name](inputs) for name in self.parameters if name in _ARGUMENTS}
-        return {name: value for name, value in made.items() if value is not None}
-
-    def missing(self, size: Size) -> str:
-        """The input that the model wants and that cannot be made: an argument or a width of the config; empty: none."""
-        made = self.inputs(size)
-        for name, parameter in self.parameters.items():
-            if name in made or name == "self" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                continue
-            if name in ("encoder_hidden_states", "cap_feats"):
-                return f"its config has no width for the argument {name!r} (none of {', '.join(TEXT_WIDTHS)})"
-            if parameter.default is parameter.empty:
-                return f"its forward wants the argument {name!r}, which the probe cannot make"
-        return ""
-
-    def need(self, name: str) -> Any:
-        """An entry of the config that inputs cannot be made without.
-
-        Raises:
-            LayoutError: there is none.
-        """
-        value = self.entry(name)
-        if value is None:
-            raise LayoutError(f"its config has no {name}, without which the probe cannot make its inputs")
-        return value
-
-    def entry(self, *names: str) -> Any:
-        """The first of some entries of the config that is there and not None."""
-        return next((value for name in names if (value := getattr(self.config, name, None)) is not None), None)
 
 
 def call_variants(model: nn.Module) -> Iterator[CallVariant]:

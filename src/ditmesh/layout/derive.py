@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from ..errors import LayoutError
 from .axes import folds_of
 from .between import BlockOutputForm, IdentityBlocks, examine, fresh, rereads
 from .check import checked_facts
-from .forms import WAY_OUT, dtype_class, form_of, samples_of
+from .forms import dtype_class, form_of, samples_of, underivable
 from .outside import LeftBehind, Traces, place_of, tensor_leaves
 from .record import Listener, RecordedBlock, computed, differs, error_line, off_by, tolerance, with_corrupted
 from .streams import Facts, block_facts, length_of
@@ -35,37 +36,31 @@ _SeenBlock = tuple[str, Facts, tuple[tuple[str, str, int], ...]]
 
 
 class _Observer:
-    """Follows the blocks of a model while it runs.
-
-    Attributes:
-        seen: by list the blocks that ran, in order: path, facts, names and kinds of arguments.
-        order: paths of the blocks in the order they ran.
-        fed: by block for every stream the path of the block that returned this very tensor; empty for none.
-        local: by list arguments beside the streams that an earlier block of the list returned.
-        lengths: by block tokens of every stream.
-        ran: how every block returned its results.
-        tokens: by list tokens of its first stream.
-        failed: by list why its blocks cannot be understood.
-    """
+    """Follows the blocks of a model while it runs."""
 
     def __init__(self, model: nn.Module, lists: list[str]) -> None:
         self.model, self.lists = model, lists
-        self.seen: dict[str, list[_SeenBlock]] = {path: [] for path in lists}
+        # Paths of the blocks, and how they returned their results, in the order they ran.
         self.order: list[str] = []
-        self.fed: dict[str, dict[str, str]] = {}
-        self.local: dict[str, dict[str, None]] = {path: {} for path in lists}
-        self.lengths: dict[str, dict[str, int]] = {}
         self.ran: list[BlockOutputForm] = []
-        self.per_sample: dict[str, bool] = {}
+        # By list: the blocks that ran; arguments beside the streams that an earlier block of the list returned; those
+        # that blocks write to, each with such a block; how arguments are folded; tokens of the first stream; rows of
+        # queries, over all its blocks; and why its blocks cannot be understood.
+        self.seen: dict[str, list[_SeenBlock]] = {path: [] for path in lists}
+        self.local: dict[str, dict[str, None]] = {path: {} for path in lists}
+        self.written: dict[str, dict[str, str]] = {path: {} for path in lists}
+        self.folds: dict[str, tuple[Fold, ...]] = {}
         self.tokens: dict[str, int] = {}
         self.rows: dict[str, int] = {}
         self.failed: dict[str, LayoutError] = {}
+        # By block: for every stream the path of the block that returned this very tensor, empty for none; tokens of
+        # every stream; whether it asks attention for every sample apart.
+        self.fed: dict[str, dict[str, str]] = {}
+        self.lengths: dict[str, dict[str, int]] = {}
+        self.per_sample: dict[str, bool] = {}
         self.notes: list[str] = []
-        # Attention's longest sequence of queries; by list the arguments that blocks write to, each with such a block.
+        # Attention's longest sequence of queries.
         self.longest = 0
-        self.written: dict[str, dict[str, str]] = {path: {} for path in lists}
-        # By list how its arguments are folded.
-        self.folds: dict[str, tuple[Fold, ...]] = {}
         self._known: dict[Any, Facts] = {}
         # The block that has returned a tensor, and the tensor's state then. It may be freed since.
         self._made_by: dict[int, tuple[weakref.ref[Tensor], Tensor | int, str]] = {}
@@ -100,16 +95,17 @@ class _Observer:
         path = site.rsplit(".", 1)[0]
         sources, written, put = {}, [], []
         for name, value in list(arguments.leaves()):
-            if isinstance(value, Tensor) and id(value) not in self._given:
+            if not isinstance(value, Tensor):
+                continue
+            if id(value) not in self._given:
                 put.append(name)
-            elif isinstance(value, Tensor):
+            else:
                 _, version, before, sources[name] = self._given[id(value)]
                 if _changed(value, version):
                     written.append(name)
                     arguments.set(name, before)
         self._given = {}
         self.order.append(site)
-        # The stakes in a list: rows of queries, over all its blocks.
         longest = max((asked.q.shape[2] for asked in listener.asked), default=0)
         self.rows[path], self.longest = self.rows.get(path, 0) + longest, max(self.longest, longest)
         if path in self.failed:
@@ -117,19 +113,18 @@ class _Observer:
         self._busy = True
         try:
             if put:
-                raise LayoutError(
+                raise underivable(
                     f"{site} puts a tensor into its argument {put[0]!r}, where other blocks or a later step may read a "
-                    f"rank's own tokens; {WAY_OUT}"
+                    "rank's own tokens"
                 )
             if traces is not None and traces.written:
                 first = traces.written[0]
                 place = place_of(self.model, [first], f"a tensor {tuple(first.shape)} that it was not given")
-                raise LayoutError(
-                    f"{site} writes to {place}, where every rank would leave what it has made of its own tokens; "
-                    f"{WAY_OUT}"
+                raise underivable(
+                    f"{site} writes to {place}, where every rank would leave what it has made of its own tokens"
                 )
             # Before other runs have something else kept in its place.
-            asked = [t for one in listener.asked for t in (one.q, one.k, one.v, one.mask, one.out)]
+            asked = [[*vars(call).values()] for call in listener.asked]
             suspect = traces is not None and bool(traces.kept(tensor_leaves((output, asked))))
             self._look(RecordedBlock(site, block, arguments.copy(), output, listener.asked, written), path, sources)
             if traces is not None and not hasattr(block, "_diffusers_hook"):
@@ -138,9 +133,7 @@ class _Observer:
         except LayoutError as error:
             self.failed[path] = error
         except Exception as error:
-            self.failed[path] = LayoutError(
-                f"{site} cannot be run with other arguments ({error_line(error)}); {WAY_OUT}"
-            )
+            self.failed[path] = underivable(f"{site} cannot be run with other arguments ({error_line(error)})")
         finally:
             self._busy = False
 
@@ -163,13 +156,11 @@ class _Observer:
         finally:
             self._busy = False
         if where:
-            self.failed.setdefault(
-                left.site.rsplit(".", 1)[0],
-                LayoutError(
-                    f"{left.site} keeps what it has made of its tokens in {where}, where a later step or other code "
-                    f"may read a rank's own tokens; {WAY_OUT}"
-                ),
+            error = underivable(
+                f"{left.site} keeps what it has made of its tokens in {where}, where a later step or other code "
+                "may read a rank's own tokens"
             )
+            self.failed.setdefault(left.site.rsplit(".", 1)[0], error)
 
     def _look(self, ran: RecordedBlock, path: str, sources: Mapping[str, str]) -> None:
         site, results = ran.site, ran.results
@@ -189,7 +180,9 @@ class _Observer:
         if facts.streams:
             self._note_written(ran, path, [stream.arg for stream in returned])
             facts = self._known[key] = checked_facts(ran, facts)
-            self._note_tokens(ran, path, facts, sources)
+            self._note_tokens(ran, path, facts.streams, sources)
+        elif ran.note:
+            self.notes.append(ran.note)
         kinds = tuple(
             (p, dtype_class(v.dtype), v.dim()) if isinstance(v, Tensor) else (p, "count", 0)
             for p, v in ran.leaves.items()
@@ -201,27 +194,28 @@ class _Observer:
 
     def _facts(self, ran: RecordedBlock, key: tuple[Any, tuple[Stream, ...]]) -> Facts:
         """Of blocks of this form after a block with these streams; looked for once."""
-        if key in self._known:
-            for mixer in self._known[key].mixers:
-                ran.mix(*mixer)
+        if key not in self._known:
+            self._known[key] = block_facts(ran, key[1])
             return self._known[key]
-        facts = self._known[key] = block_facts(ran, key[1])
-        self.notes += [ran.note] if ran.note and not facts.streams else []
-        return facts
+        for mixer in self._known[key].mixers:
+            ran.mix(*mixer)
+        return self._known[key]
 
-    def _note_written(self, ran: RecordedBlock, path: str, returned: Collection[str]) -> None:
+    def _note_written(self, ran: RecordedBlock, path: str, returned: Sequence[str]) -> None:
         """Note the tokens that a block writes to in place; refuse it if it writes to anything else."""
         for name in ran.written:
             if name not in returned:
-                raise LayoutError(
+                raise underivable(
                     f"{ran.site} writes to its argument {name!r}, which is none of the tokens that it returns, so that "
-                    f"later blocks would depend on how often it runs; {WAY_OUT}"
+                    "later blocks would depend on how often it runs"
                 )
             self.written[path].setdefault(name, ran.site)
 
-    def _note_tokens(self, ran: RecordedBlock, path: str, facts: Facts, sources: Mapping[str, str]) -> None:
+    def _note_tokens(
+        self, ran: RecordedBlock, path: str, streams: tuple[Stream, ...], sources: Mapping[str, str]
+    ) -> None:
         """Note how many tokens a block has, in how many samples, and what of its arguments the list itself has made."""
-        mine, main = {stream.arg for stream in facts.streams}, facts.streams[0]
+        mine, main = {stream.arg for stream in streams}, streams[0]
         made = [p for p, source in sources.items() if source.rsplit(".", 1)[0] == path and p not in mine]
         self.local[path].update(dict.fromkeys(made))
         self.tokens.setdefault(path, length_of(ran, main))
@@ -274,27 +268,18 @@ def derive_layout(
     if not every:
         raise LayoutError(f"{name} has no ModuleList of blocks, so there is nothing to parallelise")
     observer = _Observer(model, list(lists) or every)
-    handles = []
-    for path in observer.lists:
-        for index, block in enumerate(model.get_submodule(path).children()):
-            site = f"{path}.{index}"
-
-            def after(module: nn.Module, args: Any, kwargs: Any, output: Any, site: str = site) -> None:
-                observer.after(site, module, args, kwargs, output)
-
-            handles.append(block.register_forward_pre_hook(observer.before, with_kwargs=True))
-            handles.append(block.register_forward_hook(after, with_kwargs=True))
-    intercept.install()
-    try:
-        with torch.no_grad():
-            output = (run or model)(**fresh(dict(call)))
-            observer.look_back()
-    finally:
-        observer.leave()
-        intercept.uninstall()
-        for handle in handles:
-            handle.remove()
-    return output, _layout(name, model, call, observer, run or model, not lists, output)
+    with contextlib.ExitStack() as undo, torch.no_grad():
+        for path in observer.lists:
+            for index, block in enumerate(model.get_submodule(path).children()):
+                after = partial(observer.after, f"{path}.{index}")
+                undo.callback(block.register_forward_pre_hook(observer.before, with_kwargs=True).remove)
+                undo.callback(block.register_forward_hook(after, with_kwargs=True).remove)
+        intercept.install()
+        undo.callback(intercept.uninstall)
+        undo.callback(observer.leave)
+        output = (run or model)(**fresh(dict(call)))
+        observer.look_back()
+    return output, _layout(observer, call, run or model, not lists, output)
 
 
 @contextlib.contextmanager
@@ -304,32 +289,18 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
     Hooks and forwards that bring weights, or what other ranks' slices of them give, stay: without them there is
     nothing to try. They have a true ``brings_weights``.
     """
-    kinds = [name for name in vars(model) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))]
-    saved = [(module, {name: vars(module)[name] for name in kinds}) for module in model.modules()]
-    forwards = [
-        (module, forward)
-        for module in model.modules()
-        if (forward := vars(module).get("forward")) is not None and not getattr(forward, "brings_weights", False)
-    ]
-    for module, hooks in saved:
-        needed = {
-            key
-            for name in ("_forward_hooks", "_forward_pre_hooks")
-            for key, hook in hooks[name].items()
-            if getattr(hook, "brings_weights", False)
-        }
-        vars(module).update(
-            {name: type(held)((key, held[key]) for key in held if key in needed) for name, held in hooks.items()}
-        )
-    for module, _ in forwards:
-        del vars(module)["forward"]
-    try:
+    with contextlib.ExitStack() as undo:
+        for attributes in map(vars, model.modules()):
+            hooks = {name: attributes[name] for name in ("_forward_hooks", "_forward_pre_hooks")}
+            needed = {key for held in hooks.values() for key in held if getattr(held[key], "brings_weights", False)}
+            for name, held in list(attributes.items()):
+                if name.startswith((*hooks,)):
+                    undo.callback(attributes.__setitem__, name, held)
+                    attributes[name] = type(held)((key, held[key]) for key in held if key in needed)
+            forward = attributes.get("forward")
+            if forward is not None and not getattr(forward, "brings_weights", False):
+                undo.callback(attributes.__setitem__, "forward", attributes.pop("forward"))
         yield
-    finally:
-        for module, hooks in saved:
-            vars(module).update(hooks)
-        for module, forward in forwards:
-            vars(module)["forward"] = forward
 
 
 def derive_anew(model: nn.Module, lists: Sequence[str], call: Mapping[str, Any]) -> TokenLayout:
@@ -342,7 +313,7 @@ def derive_anew(model: nn.Module, lists: Sequence[str], call: Mapping[str, Any])
         layout = derive_layout(model, call, lists=lists)[1]
     found = [region.blocks for region in layout.regions]
     if found != list(lists):
-        raise LayoutError(f"the tokens run through {', '.join(found)} instead of {', '.join(lists)}; {WAY_OUT}")
+        raise underivable(f"the tokens run through {', '.join(found)} instead of {', '.join(lists)}")
     return layout
 
 
@@ -351,21 +322,14 @@ def derive_rows(
 ) -> TokenLayout:
     """The layout of a call with tokens that stay whole on every rank: which of its arguments have rows.
 
-    Args:
-        base: what else is known of it.
-        call: the arguments of its forward by name.
-        run: as for `derive_layout`.
+    ``base``: what else is known of it; ``call`` and ``run`` as for `derive_layout`.
     """
     parameters = parameter_names(type(model).forward)
     with torch.no_grad(), without_hooks(model) if run is None else contextlib.nullcontext():
         output = (run or model)(**fresh(dict(call)))
         rows = _batch(call, parameters, run or model, output)
-    return replace(
-        base or TokenLayout(type(model).__name__, (), timestep=timestep_among(parameters)),
-        **rows,
-        calls=_form(call, parameters),
-        source="derived",
-    )
+    base = base or TokenLayout(type(model).__name__, ())
+    return replace(base, **rows, calls=_form(call, parameters), source="derived")
 
 
 def _form(call: Mapping[str, Any], parameters: tuple[str, ...]) -> tuple[Any, ...]:
@@ -373,14 +337,9 @@ def _form(call: Mapping[str, Any], parameters: tuple[str, ...]) -> tuple[Any, ..
 
 
 def _layout(
-    name: str,
-    model: nn.Module,
-    call: Mapping[str, Any],
-    observer: _Observer,
-    run: Callable[..., Any],
-    choose: bool,
-    output: Any,
+    observer: _Observer, call: Mapping[str, Any], run: Callable[..., Any], choose: bool, output: Any
 ) -> TokenLayout:
+    name = type(observer.model).__name__
     carrying = _carrying(name, observer, choose)
     most = max(observer.tokens[path] for path in carrying)
     order = [path for path in dict.fromkeys(site.rsplit(".", 1)[0] for site in observer.order) if path in carrying]
@@ -394,28 +353,27 @@ def _layout(
     residuals: tuple[tuple[str, Cut], ...] = ()
     if not alternating:
         try:
-            skeleton = IdentityBlocks(model, regions, observer.ran, run, call)
+            skeleton = IdentityBlocks(observer.model, regions, observer.ran, run, call)
         except Exception as error:
-            raise LayoutError(
+            raise underivable(
                 f"{name} cannot be run with blocks that return the tokens that they are given ({error_line(error)}), "
-                f"so it reads something of them besides what they return; {WAY_OUT}"
+                "so it reads something of them besides what they return"
             ) from error
         regions, residuals = examine(skeleton, regions)
         for region in regions:
             if region.written and rereads(skeleton, region):
                 site = next(iter(observer.written[region.blocks].values()))
-                raise LayoutError(
+                raise underivable(
                     f"{site} writes to the tokens that it is given, and {name} goes on with those instead of what its "
-                    f"blocks return, so that ranks would miss one another's tokens; {WAY_OUT}"
+                    "blocks return, so that ranks would miss one another's tokens"
                 )
-    parameters = parameter_names(type(model).forward)
+    parameters = parameter_names(type(observer.model).forward)
     return TokenLayout(
         model=name,
         regions=tuple(regions),
         residuals=residuals,
         **_batch(call, parameters, run, output),
         alternating=alternating,
-        timestep=timestep_among(parameters),
         calls=_form(call, parameters),
         source="derived",
     )
@@ -440,7 +398,7 @@ def _carrying(name: str, observer: _Observer, choose: bool) -> dict[str, list[_S
             "shared out over ranks; ask for a longer or larger output, or use data or cfg"
         )
     none = f"none of its block lists ({', '.join(observer.lists)}) makes attention calls over tokens that it returns"
-    raise LayoutError(f"{name} cannot be cut by tokens: {next(iter(observer.notes), none)}; {WAY_OUT}")
+    raise underivable(f"{name} cannot be cut by tokens: {next(iter(observer.notes), none)}")
 
 
 def _is_chained(region: Region, before: Region, observer: _Observer) -> bool:
@@ -454,48 +412,37 @@ def _is_chained(region: Region, before: Region, observer: _Observer) -> bool:
 
 def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
     """The facts that the blocks of one list have in common."""
-    first = seen[0][1]
-    attention: tuple[Attention, ...] = ()
-    cuts: dict[str, Cut] = {}
-    counts: dict[str, Count] = {}
-    whole_arguments: dict[str, None] = {}
-    all_kinds: dict[tuple[str, str, int], None] = {}
-    leaves: dict[str, Leaf] = {}
+    first, attention = seen[0][1], tuple[Attention, ...]()
+    cuts, counts, leaves = dict[str, Cut](), dict[str, Count](), dict[str, Leaf]()
+    whole_arguments, all_kinds = dict[str, None](), dict[tuple[str, str, int], None]()
     local, folds = observer.local[path], observer.folds.get(path, ())
     for site, facts, kinds in seen:
         if not facts.streams:
-            raise LayoutError(
+            raise underivable(
                 f"{site} returns none of its arguments in the shape that it came in, and other blocks of {path} do "
-                f"(one sample of latents with two of text, say); {WAY_OUT}"
+                "(one sample of latents with two of text, say)"
             )
         if [(s.name, s.arg, s.dim) for s in facts.streams] != [(s.name, s.arg, s.dim) for s in first.streams]:
-            raise LayoutError(f"{site} has other streams of tokens than the blocks before it; {WAY_OUT}")
+            raise underivable(f"{site} has other streams of tokens than the blocks before it")
         calls = _attention(site, facts, observer)
         shorter, longer = sorted((calls, attention), key=len)
         if longer[: len(shorter)] != shorter:
-            raise LayoutError(f"{site} attends in another way than the blocks before it; {WAY_OUT}")
+            raise underivable(f"{site} attends in another way than the blocks before it")
         attention = longer
         _add(site, cuts, _of_folded(facts.cuts, folds), local)
         _add(site, counts, facts.counts, local)
-        for module, leaf in facts.leaves.items():
-            if leaves.setdefault(module, leaf) != leaf:
-                raise LayoutError(
-                    f"{site}: {module} mixes tokens in another way than in the blocks before it; {WAY_OUT}"
-                )
+        _add(site, leaves, facts.leaves, local)
         whole_arguments.update(dict.fromkeys(arg for arg in facts.whole if arg not in local))
         all_kinds.update(dict.fromkeys(kinds))
-    last = next(one for one in observer.ran if one.site == seen[-1][0])
+    unread = next(form.others for form in observer.ran if form.site == seen[-1][0])
+    replicated = [any(facts.streams[number].replicate for _, facts, _ in seen) for number in range(len(first.streams))]
     streams = tuple(
-        replace(
-            s,
-            used_after=s.returned and (s.out or 0) not in last.others,
-            replicate=any(f.streams[n].replicate for _, f, _ in seen),
-        )
-        for n, s in enumerate(first.streams)
+        replace(stream, used_after=stream.returned and (stream.out or 0) not in unread, replicate=replicate)
+        for stream, replicate in zip(first.streams, replicated, strict=True)
     )
     both = [arg for arg in whole_arguments if arg in cuts]
     if both:
-        raise LayoutError(f"{path}: {both[0]!r} follows the tokens in some blocks only; {WAY_OUT}")
+        raise underivable(f"{path}: {both[0]!r} follows the tokens in some blocks only")
     return Region(
         path,
         streams,
@@ -520,21 +467,20 @@ def _of_folded(cuts: Mapping[str, Cut], folds: Sequence[Fold]) -> dict[str, Cut]
 def _add(site: str, found: dict[str, T], more: Mapping[str, T], local: Mapping[str, None]) -> None:
     for arg, item in more.items():
         if arg not in local and found.setdefault(arg, item) != item:
-            raise LayoutError(f"{site}: {arg!r} follows other tokens than in the blocks before it; {WAY_OUT}")
+            raise underivable(f"{site}: {arg!r} follows other tokens than in the blocks before it")
 
 
 def _attention(site: str, facts: Facts, observer: _Observer) -> tuple[Attention, ...]:
     """The attention calls of one block; one that is made for every sample apart is listed once."""
-    calls = []
-    lengths = observer.lengths[site]
+    calls, lengths = [], observer.lengths[site]
     for call in facts.calls:
         if not call.keys:
             calls.append(LOCAL)
             continue
         queries, keys = (tuple(sorted(rows, key=lambda n, r=rows: r[n].start)) for rows in (call.queries, call.keys))
-        ragged = {n for rows in (call.queries, call.keys) for n, found in rows.items() if found.length < lengths[n]}
+        ragged = {n for rows in (call.queries, call.keys) for n, places in rows.items() if len(places) < lengths[n]}
         if len(ragged) > 1:
-            raise LayoutError(f"{site} leaves out tokens of {' and '.join(sorted(ragged))}; {WAY_OUT}")
+            raise underivable(f"{site} leaves out tokens of {' and '.join(sorted(ragged))}")
         calls.append(Attention(queries, keys, ragged=next(iter(ragged), None)))
     if observer.per_sample[site]:
         return (replace(next((call for call in calls if call.ragged), calls[0]), per_sample=True),)
@@ -544,21 +490,19 @@ def _attention(site: str, facts: Facts, observer: _Observer) -> tuple[Attention,
 def _alternating(order: list[str], observer: _Observer) -> bool:
     """True if the lists run by turns; every block must be given what the block before it returned."""
     sites = [site for site in observer.order if site.rsplit(".", 1)[0] in order]
-    turns = [site.rsplit(".", 1)[0] for site in sites]
-    changes = sum(a != b for a, b in pairwise(turns))
+    changes = sum(a.rsplit(".", 1)[0] != b.rsplit(".", 1)[0] for a, b in pairwise(sites))
     alternating = changes >= len(order)
     for before, site in pairwise(sites):
         wrong = [arg for arg, source in observer.fed[site].items() if source != before]
         if wrong and alternating:
-            raise LayoutError(
+            raise underivable(
                 f"between {before} and {site} the model changes {wrong[0]!r} by itself, so what it adds would have "
-                f"to be cut as the tokens are; {WAY_OUT}"
+                "to be cut as the tokens are"
             )
     return alternating
 
 
-@dataclass(frozen=True)
-class _RowArguments:
+class _RowArguments(NamedTuple):
     """The arguments of a call that have rows, as in `TokenLayout`."""
 
     unbatched: tuple[str, ...]
@@ -589,15 +533,14 @@ def _batch(
         # Tensors with as many entries as there are samples, which are no samples: tokens, layers.
         dims = _without_rows(call, {p: v for p, v in tensors.items() if len(v) == samples}, samples, run, output)
         more = [
-            replace(
-                guess,
+            guess._replace(
                 unbatched=(*guess.unbatched, *(p for p in dims if not _covered(p, (*guess.unbatched, *guess.listed)))),
                 batched=(*guess.batched, *((p, d) for p, d in dims.items() if d is not None)),
             )
             for guess in (guesses if dims else ())
         ]
         choice = next(filter(holds, dict.fromkeys(more)), None)
-    return asdict(choice or replace(guesses[0], rows=False))
+    return (choice or guesses[0]._replace(rows=False))._asdict()
 
 
 def _guesses(
@@ -623,13 +566,12 @@ def _guesses(
         yield _RowArguments((*paths, *numbers), listed=names)
 
 
-def _lists_of_samples(call: Mapping[str, Any], samples: int) -> Iterator[tuple[str, ...]]:
+def _lists_of_samples(call: Mapping[str, Any], samples: int) -> tuple[tuple[str, ...], ...]:
     """The lists of a call that may have an item for every sample."""
     listed = [(n, v) for n, v in call.items() if isinstance(v, list) and len(v) == samples]
-    yield tuple(n for n, _ in listed)
-    # Those of tensors that have rows themselves have none.
-    yield tuple(n for n, v in listed if not all(isinstance(x, Tensor) and x.shape[:1] == (samples,) for x in v))
-    yield ()
+    # Of tensors that have rows themselves no list has any.
+    others = [n for n, v in listed if not all(isinstance(x, Tensor) and x.shape[:1] == (samples,) for x in v)]
+    return tuple(n for n, _ in listed), (*others,), ()
 
 
 def _covered(path: str, names: Sequence[str]) -> bool:

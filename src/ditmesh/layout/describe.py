@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from .models import known_models
 from .probe import probe
-from .table import known_models
 from .types import TokenLayout
 
 # Config entries that say how many blocks a list has; a probe needs two.

@@ -21,8 +21,7 @@ from .types import Fold
 class Folding:
     """Folds the arguments and results of a list of blocks during one call, and unfolds them.
 
-    Args:
-        folds: those of the list; the first is that of its tokens.
+    ``folds``: those of the list; the first is that of its tokens.
     """
 
     def __init__(self, folds: Sequence[Fold]) -> None:
@@ -38,11 +37,7 @@ class Folding:
         self.shape, self.tokens = other.shape, other.tokens
 
     def fold(self, arguments: Arguments, entering: bool = True) -> None:
-        """Fold a block's arguments.
-
-        Args:
-            arguments: as the model passed them.
-            entering: whether they hold all tokens; the shape of those is kept for the blocks that follow.
+        """Fold a block's arguments; ``entering``: they hold all tokens, whose shape is kept for blocks that follow.
 
         Raises:
             LayoutError: an entry is to be for several tokens each, and their numbers do not fit.
@@ -68,10 +63,9 @@ class Folding:
     def _by_token(self, fold: Fold, value: Tensor) -> Tensor:
         if fold.axes > 1:
             behind = fold.dim + fold.axes
-            if prod(value.shape[fold.dim : behind]) == 1:
-                return value.flatten(fold.dim, behind - 1)
-            whole = value.expand(*value.shape[: fold.dim], *self.shape, *value.shape[behind:])
-            return whole.flatten(fold.dim, behind - 1)
+            if prod(value.shape[fold.dim : behind]) > 1:
+                value = value.expand(*value.shape[: fold.dim], *self.shape, *value.shape[behind:])
+            return value.flatten(fold.dim, behind - 1)
         entries = value.shape[fold.dim]
         if entries in (1, self.tokens):
             return value

@@ -16,7 +16,7 @@ from dataclasses import replace
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import PurePath
 from typing import Any
 
@@ -28,6 +28,12 @@ from ..errors import LayoutError
 from .types import GIVEN, ArgumentKind, CallForm, Region, TokenLayout
 
 WAY_OUT = "write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
+
+
+def underivable(sentence: str) -> LayoutError:
+    """The error of what has no layout that could be derived, with the way out."""
+    return LayoutError(f"{sentence}; {WAY_OUT}")
+
 
 # Arguments of a forward that decide how its result is wrapped, and nothing else.
 _OF_THE_RESULT = ("return_dict",)
@@ -67,10 +73,7 @@ def argument_kind(value: Any, within: tuple[int, ...] = ()) -> ArgumentKind:
 
     The first is mostly the batch, which may have any size. Flags and texts are of the kind of their value, numbers of
     their type; items of a list are told apart by kind only, however many there are, but for integers: each may count
-    tokens of its own. What is inside itself (a node that names its parent) is there of the kind of how far out it is.
-
-    Args:
-        within: ids of the objects that it is inside of, the outermost first.
+    tokens of its own. What is inside itself is there of the kind of how far out it is, by ``within``: ids of objects.
     """
     if isinstance(value, Tensor):
         return _kind_of_tensor(value.dtype, value.shape)
@@ -153,34 +156,19 @@ def form_of(arguments: Arguments) -> CallForm:
     ) | {(_SAMPLES, "one" if samples_of(arguments) == 1 else "several")}
 
 
-def in_words(kind: ArgumentKind) -> str:
-    """A kind as a message names it."""
-    if isinstance(kind, tuple):
-        what, *rest = kind
-        of_tensor = bool(rest) and isinstance(rest[0], int)
-        return f"a {what} tensor of {rest[0]} dimension{'s' * (rest[0] != 1)}" if of_tensor else f"a {what}"
-    return f"a {kind}" if kind in ("int", "float") else repr(kind)
-
-
 def news(form: CallForm, known: Iterable[CallForm]) -> str:
-    """The difference of a form from the most similar known one, in words: ``"'fps' (a list)"``."""
+    """The arguments by which a form differs from the most similar known one: ``"'fps', 'timestep'"``."""
     nearest = max(known, key=lambda other: len(form & other), default=frozenset())
-    named = dict(form)
-    fresh = [f"{name!r} ({in_words(named[name])})" for name, _ in sorted(form - nearest, key=lambda item: item[0])]
-    gone = [f"no {name!r}" for name, _ in sorted(nearest - form, key=lambda item: item[0]) if name not in named]
-    return ", ".join([*fresh, *gone])
+    return ", ".join(repr(name) for name in sorted({name for name, _ in form ^ nearest}))
 
 
 class Processors:
     """The attention processors in a model's blocks that its layout was not made for.
 
     A layout was reviewed with those that the modules of the model's class and of its blocks' classes know by name, and
-    with what diffusers sets by default. Others may attend in another way: perturbed attention guidance takes the batch
-    apart.
+    with diffusers' defaults. Others may attend in another way: perturbed attention guidance takes the batch apart.
 
-    Args:
-        regions: its block lists. A module that a `Leaf` stands in for runs with any processor.
-        present: whether the layout holds for those that are set now, too.
+    ``present``: whether the layout holds for those that are set now, too.
     """
 
     def __init__(self, model: nn.Module, regions: Sequence[Region], present: bool) -> None:
@@ -189,6 +177,7 @@ class Processors:
         known = (vars(sys.modules[kind.__module__]) for kind in {type(one) for one in (model, *blocks)})
         self._own = {value for names in known for value in names.values() if isinstance(value, type)}
         self._attention = [
+            # A module that a `Leaf` stands in for runs with any processor.
             part
             for region, block in lists
             for path, part in block.named_modules()
@@ -212,8 +201,7 @@ class Forms:
     Args:
         layout: the layout at hand. One that was reviewed holds for all calls that its `refused` does not name.
         look: derives the layout of a call, given its arguments by name.
-        fixed: what has been set up by the layout at hand, so that no call may need another one: ``"pipe=2"``; empty
-            when nothing has.
+        fixed: what has been set up by the layout at hand, so that no call may need another one: ``"pipe=2"``.
         processors: those of the model; with others than it was made for no layout holds. None: with any.
     """
 
@@ -244,8 +232,14 @@ class Forms:
         base = self._layout
         if self._skipping and (skipping := self._skipping.get(form_of(arguments))) is not None:
             return skipping
-        if between := [path for path in base.between if _given(arguments, path)]:
-            return self._gathered(between[0])
+        for path in base.between:
+            if _given(arguments, path) and not self._fixed:
+                return self._gathered
+            if _given(arguments, path):
+                raise LayoutError(
+                    f"{base.model} uses {path!r} between its blocks on all tokens, which {self._fixed} cannot give it; "
+                    "leave it out, or use ulysses or ring"
+                )
         beyond = [f"with {path!r}, and {why}" for path, why in base.refused.items() if _given(arguments, path)]
         foreign = self._processors.foreign() if self._processors is not None else ()
         beyond += [f"with attention by {name}, which its layout was not written for" for name in foreign]
@@ -263,17 +257,9 @@ class Forms:
         # With blocks on other ranks, rows have to hold as they are.
         return frozenset(item for item in form if item[0] != _SAMPLES) if self._fixed else form
 
-    def _gathered(self, path: str) -> TokenLayout:
-        """The layout of a call with tokens that are gathered behind every block."""
-        if self._fixed:
-            raise LayoutError(
-                f"{self._layout.model} uses {path!r} between its blocks on all tokens, which {self._fixed} cannot give "
-                "it; leave it out, or use ulysses or ring"
-            )
-        form: CallForm = frozenset({(path, True)})
-        if form not in self._known:
-            self._known[form] = gathered_everywhere(self._layout)
-        return self._known[form]
+    @cached_property
+    def _gathered(self) -> TokenLayout:
+        return gathered_everywhere(self._layout)
 
     def after_skip(self, arguments: Arguments) -> TokenLayout | None:
         """The layout of a call that has left out a block, from now on; None: there is none, or it was in force."""
@@ -290,7 +276,7 @@ class Forms:
         if beyond:
             what = f"{base.model} was called {beyond[0]}"
         elif self._known:
-            what = f"{base.model} was called with {news(form, self._known)}, and its layout is of other calls"
+            what = f"{base.model} was called with other {news(form, self._known)} than its layout is of"
         if beyond and self._fixed:
             raise LayoutError(f"{what}, which {self._fixed} cannot take up; leave it out, or use ulysses or ring")
         try:
@@ -299,28 +285,19 @@ class Forms:
         except LayoutError as error:
             raise LayoutError(f"{what}; none could be derived from this call: {error}") from error
         if self._fixed and (_essence(layout) != _essence(base) or layout.residuals):
-            raise LayoutError(
-                f"{what}; this call needs another, which {self._fixed} cannot take up any more; {WAY_OUT}"
-            )
+            raise underivable(f"{what}; this call needs another, which {self._fixed} cannot take up any more")
         for region, old in zip(layout.regions, base.regions, strict=True):
             if region.leaves != old.leaves:
                 names = ", ".join(leaf.module for leaf in region.leaves) or "no module"
-                raise LayoutError(f"{what}; this call mixes tokens in {names} of {region.blocks}; {WAY_OUT}")
+                raise underivable(f"{what}; this call mixes tokens in {names} of {region.blocks}")
         return replace(base, **{name: getattr(layout, name) for name in _DERIVED})
 
 
 def gathered_everywhere(layout: TokenLayout) -> TokenLayout:
     """A layout whose tokens are whole between any two blocks."""
-    regions = tuple(
-        replace(
-            region,
-            alone=True,
-            chained=False,
-            streams=tuple(replace(stream, used_after=True) for stream in region.streams),
-        )
-        for region in layout.regions
-    )
-    return replace(layout, regions=regions)
+    streams = [tuple(replace(stream, used_after=True) for stream in region.streams) for region in layout.regions]
+    alone = partial(replace, alone=True, chained=False)
+    return replace(layout, regions=tuple(alone(r, streams=s) for r, s in zip(layout.regions, streams, strict=True)))
 
 
 def _given(arguments: Arguments, path: str) -> bool:

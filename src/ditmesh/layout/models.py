@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
+from torch import nn
+
+from ..core.library import is_published, library_name
 from .types import (
     CONTROLNET,
     IP_ADAPTER,
@@ -395,10 +399,29 @@ Z_IMAGE = TokenLayout(
     model="ZImageTransformer2DModel",
     regions=(replace(Z_IMAGE_BLOCKS, blocks="noise_refiner"), Z_IMAGE_BLOCKS),
     listed=("x", "cap_feats"),
-    timestep="t",
     refused={
         "controlnet_block_samples": CONTROLNET,
         "siglip_feats": SEVERAL_PICTURES,
         "image_noise_mask": SEVERAL_PICTURES,
     },
 )
+
+
+@cache
+def known_models() -> dict[str, TokenLayout]:
+    """Name of every class of diffusers with a reviewed layout -> the layout; a model is looked up by `layout_of`."""
+    return {layout.model: layout for layout in globals().values() if isinstance(layout, TokenLayout)}
+
+
+@cache
+def known_tables() -> tuple[Table, ...]:
+    """Positional tables of all models: they go by the class of an attention, which several models may share."""
+    return tuple(dict.fromkeys(table for layout in known_models().values() for table in layout.tables))
+
+
+def layout_of(model: nn.Module) -> TokenLayout | None:
+    """The reviewed layout of a model's class; None for a class that is not diffusers', and for blocks that are not."""
+    layout = known_models().get(library_name(model))
+    if layout is None or not is_published(model, [region.blocks for region in layout.regions]):
+        return None
+    return layout

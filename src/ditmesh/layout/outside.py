@@ -23,11 +23,7 @@ from .types import Stream
 
 
 class Traces(TorchDispatchMode):
-    """Records the memory that a block allocates, and writes to memory that was not passed to it.
-
-    Args:
-        given: the tensors among its arguments, which are looked at elsewhere.
-    """
+    """Records the memory that a block allocates, and writes to memory that is not that of its arguments ``given``."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()
@@ -72,13 +68,9 @@ def _memory(tensor: Tensor) -> int | None:
 
 
 class LeftBehind:
-    """A block that has run, until nothing else holds what it has made.
+    """A block that has run, with the traces of its run, until nothing else holds what it has made.
 
-    Args:
-        block: runs it again; knows nothing of what it returned.
-        traces: of its run.
-        streams: its tokens.
-        suspect: whether something was kept when it had run.
+    ``block`` runs it again, and knows nothing of what it returned; ``suspect``: something was kept when it had run.
     """
 
     def __init__(
@@ -108,7 +100,6 @@ class LeftBehind:
 
 
 def tensor_leaves(value: Any) -> list[Tensor]:
-    """The tensors in a value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

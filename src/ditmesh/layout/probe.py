@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import LayoutError
 from .conventions import Conventions, call_variants
 from .derive import block_lists, derive_layout, without_hooks
-from .forms import WAY_OUT
+from .forms import underivable
 from .record import error_line
 from .types import TokenLayout
 
@@ -39,11 +39,11 @@ def probe(model: nn.Module) -> TokenLayout:
     try:
         with torch.no_grad(), without_hooks(model):
             conventions = _first_way(model, name)
-            return replace(derive_layout(model, conventions.inputs(conventions.size))[1], source="probed")
+            return replace(derive_layout(model, conventions.inputs(conventions.small))[1], source="probed")
     except LayoutError:
         raise
     except _MISFITS as error:
-        raise LayoutError(f"the probe of {name} cannot follow its blocks ({error_line(error)}); {WAY_OUT}") from error
+        raise underivable(f"the probe of {name} cannot follow its blocks ({error_line(error)})") from error
     finally:
         model.train(training)
 
@@ -55,13 +55,10 @@ def _first_way(model: nn.Module, name: str) -> Conventions:
     for way in call_variants(model):
         conventions = Conventions(model, way)
         try:
-            missing = missing or conventions.missing(conventions.size)
-            model(**conventions.inputs(conventions.size))
+            model(**conventions.inputs(conventions.small))
             return conventions
         except LayoutError as error:
             missing = missing or str(error)
         except _MISFITS as error:
             wrong = wrong or error_line(error)
-    raise LayoutError(
-        f"{name} has no reviewed token layout, and the probe could not run it: {missing or wrong}; {WAY_OUT}"
-    )
+    raise underivable(f"{name} has no reviewed token layout, and the probe could not run it: {missing or wrong}")

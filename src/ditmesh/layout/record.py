@@ -23,7 +23,7 @@ from ..core.arguments import Arguments, parameter_names
 from ..core.patching import Patch
 from ..errors import LayoutError
 from .folds import Folding
-from .forms import WAY_OUT
+from .forms import underivable
 from .types import Fold
 
 # Largest difference between a block on some of its tokens and on all of them, relative to the largest value.
@@ -84,13 +84,9 @@ def computed(_: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
 
 @dataclass
 class MixingModule:
-    """A module inside a block that mixes the tokens of a stream without attention.
+    """A module inside a block, by its path, that mixes the tokens of a stream's argument without attention.
 
-    Attributes:
-        path: in the block.
-        arg: the stream's argument of the block.
-        dim: of the tokens in its input.
-        calls: its inputs and results, call by call.
+    ``dim``: of the tokens in its input; ``calls``: its inputs and results, call by call.
     """
 
     path: str
@@ -99,7 +95,7 @@ class MixingModule:
     calls: list[tuple[Arguments, Any]] = field(default_factory=list)
 
 
-# Stands in for a mixer's forward: its number of call, arguments and own forward.
+# Stands in for a mixer's forward: its number of call, arguments and own forward. None: what it did before.
 StandIn = Callable[[MixingModule, int, Arguments, Callable[..., Any]], Any]
 
 
@@ -108,7 +104,6 @@ class RecordedBlock:
 
     Args:
         site: its path in the model.
-        arguments: as they were passed.
         asked: its attention calls.
         written: paths of the arguments that it writes to; ``arguments`` has them as they were before.
         folding: has folded the arguments and the output; the block gets them unfolded.
@@ -125,8 +120,7 @@ class RecordedBlock:
         folding: Folding | None = None,
     ) -> None:
         self.site, self.module, self.arguments, self.asked = site, module, arguments, asked
-        self.written, self.folding = tuple(written), folding
-        self._output = output
+        self.written, self.folding, self._output = tuple(written), folding, output
         self.single = isinstance(output, Tensor)
         self.results: list[Any] = [output] if self.single else list(output) if isinstance(output, (tuple, list)) else []
         self.leaves = dict(arguments.leaves())
@@ -141,19 +135,20 @@ class RecordedBlock:
         Raises:
             LayoutError: so it computes something else.
         """
-        if not folds:
-            return RecordedBlock(self.site, self.module, self.arguments.copy(), self._output, self.asked, self.written)
-        arguments, folding = self.arguments.copy(), Folding(folds)
-        folding.fold(arguments)
-        output = folding.fold_output(self._output)
+        arguments, output, folding = self.arguments.copy(), self._output, Folding(folds) if folds else None
+        if folding is not None:
+            folding.fold(arguments)
+            output = folding.fold_output(output)
         block = RecordedBlock(self.site, self.module, arguments, output, self.asked, self.written, folding)
+        if folding is None:
+            return block
         # Its last bits may be others than those of the block with all entries in their own shape.
         again, block.asked = block.again({}, computed)
         for new, old in zip(again, block.results, strict=True):
             if isinstance(old, Tensor) and not (new.shape == old.shape and off_by(new, old) <= tolerance(old)):
-                raise LayoutError(
+                raise underivable(
                     f"{self.site} computes something else when all its tokens stand along one dimension of "
-                    f"{folds[0].arg!r}, so that a rank could not have some of them; {WAY_OUT}"
+                    f"{folds[0].arg!r}, so that a rank could not have some of them"
                 )
         block.results = again
         return block
@@ -161,21 +156,16 @@ class RecordedBlock:
     @property
     def form(self) -> Any:
         """Blocks of one form are wired alike."""
-        shapes = tuple(
-            (path, (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else int)
-            for path, value in self.leaves.items()
-        )
-        results = tuple(tuple(r.shape) if isinstance(r, Tensor) else None for r in self.results)
-        return type(self.module), shapes, results, tuple((tuple(a.q.shape), tuple(a.k.shape)) for a in self.asked)
+        leaves = ((path, v.dtype, v.shape) if isinstance(v, Tensor) else (path, int) for path, v in self.leaves.items())
+        results = tuple(result.shape if isinstance(result, Tensor) else None for result in self.results)
+        return type(self.module), tuple(leaves), results, tuple((call.q.shape, call.k.shape) for call in self.asked)
 
     def again(
         self, edits: Mapping[str, Any], answer: Answer, stand_in: StandIn | None = None
     ) -> tuple[list[Any], list[AttentionRecord]]:
         """The results and attention calls of the block with other arguments.
 
-        Args:
-            answer: answers its attention calls.
-            stand_in: what mixers do; default: they return what they did before.
+        ``answer`` answers its attention calls; ``stand_in``: what mixers do, by default what they did before.
         """
         arguments = Arguments(self.arguments.names, tuple(self.arguments.args), self.arguments.kwargs)
         for path, value in edits.items():
@@ -189,7 +179,7 @@ class RecordedBlock:
             undo.enter_context(intercept.handled_by(listener))
             for mixer in self.mixers:
                 module = self.module.get_submodule(mixer.path)
-                undo.callback(Patch(module, "forward", _stand_in_of(mixer, module, stand_in or _remembered)).undo)
+                undo.callback(Patch(module, "forward", _mixing(mixer, module, stand_in)).undo)
             output = self.module(*arguments.args, **arguments.kwargs)
         output = output if self.folding is None else self.folding.fold_output(output)
         return ([output] if isinstance(output, Tensor) else list(output)), listener.asked
@@ -197,21 +187,28 @@ class RecordedBlock:
     def touched(
         self, edits: Mapping[str, Any], local: Collection[int] = (), answers: Mapping[int, Tensor] | None = None
     ) -> Touched:
-        """The changes that other arguments cause while attention answers as before.
+        """The changes that other arguments cause while attention answers as before, or by ``answers``.
 
-        Args:
-            local: numbers of the attention calls that are computed after all: they mix no tokens.
-            answers: other answers to attention calls, by number.
+        ``local``: numbers of the attention calls that are computed after all: they mix no tokens.
         """
 
         def answer(number: int, *asked: Any) -> Tensor:
             if number >= len(self.asked):
                 raise LayoutError(f"{self.site} makes more attention calls when one of its tokens changes")
-            if number in local:
-                return computed(number, *asked)
-            return (answers or {}).get(number, self.asked[number].out)
+            fixed = (answers or {}).get(number, self.asked[number].out)
+            return computed(number, *asked) if number in local else fixed
 
         return Touched(self, *self.again(edits, answer))
+
+    def tried(self, edits: Mapping[str, Any], local: Collection[int] = ()) -> Touched | None:
+        """As `touched`; None: the block fails with these arguments (an index is out of range, say)."""
+        try:
+            return self.touched(edits, local)
+        except LayoutError:
+            raise
+        except Exception as error:
+            error_line(error)
+            return None
 
     def mix(self, path: str, arg: str, dim: int) -> None:
         """Hold a module's results fixed from now on, as attention's answers are: it mixes tokens."""
@@ -220,7 +217,7 @@ class RecordedBlock:
 
         def noted(module: MixingModule, number: int, arguments: Arguments, forward: Callable[..., Any]) -> Any:
             if module is not mixer:
-                return _remembered(module, number, arguments, forward)
+                return None
             given = Arguments(arguments.names, _copied(tuple(arguments.args)), _copied(arguments.kwargs))
             # Attention in there is the module's own business.
             with intercept.handled_by(None):
@@ -236,13 +233,15 @@ class RecordedBlock:
         return torch.zeros(length, dtype=torch.bool).index_fill(0, places, True)
 
 
-def _stand_in_of(mixer: MixingModule, module: nn.Module, stand_in: StandIn) -> Callable[..., Any]:
-    names, forward, calls = parameter_names(type(module).forward), module.forward, count()
-    return lambda *args, **kwargs: stand_in(mixer, next(calls), Arguments(names, args, kwargs), forward)
+def _mixing(mixer: MixingModule, module: nn.Module, stand_in: StandIn | None) -> Callable[..., Any]:
+    names, own, calls = parameter_names(type(module).forward), module.forward, count()
 
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        number = next(calls)
+        result = None if stand_in is None else stand_in(mixer, number, Arguments(names, args, kwargs), own)
+        return _copied(mixer.calls[number][1]) if result is None else result
 
-def _remembered(mixer: MixingModule, number: int, _: Arguments, __: Callable[..., Any]) -> Any:
-    return _copied(mixer.calls[number][1])
+    return forward
 
 
 def _copied(value: Any) -> Any:

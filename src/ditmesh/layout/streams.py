@@ -7,12 +7,12 @@ is the order of the joint sequence. Nothing depends on names of arguments, nor o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,40 +20,26 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.arguments import covers
 from ..errors import LayoutError
-from .forms import WAY_OUT, holds_tensors, objects_in
+from .forms import holds_tensors, objects_in, underivable
 from .record import RecordedBlock, Touched, changed_along, differs, with_corrupted
 from .types import Count, Cut, Leaf, Stream
 
-
-@dataclass
-class TokenRows:
-    """The places of a stream's tokens in the rows of an attention call's queries or keys.
-
-    Attributes:
-        start: of the first.
-        length: how many; fewer than the stream has when padding is left out.
-    """
-
-    start: int
-    length: int
+# The places of streams' tokens among an attention call's queries or keys; fewer where padding is left out.
+Rows = dict[str, range]
 
 
-@dataclass
-class CallStreams:
+class CallStreams(NamedTuple):
     """The streams among the queries and the keys of one attention call, by name."""
 
-    queries: dict[str, TokenRows]
-    keys: dict[str, TokenRows]
+    queries: Rows
+    keys: Rows
 
 
 @dataclass
 class Facts:
-    """The facts that blocks of one form have in common.
+    """The facts that blocks of one form have in common: streams and attention calls, the rest as in `Region`.
 
     Attributes:
-        streams: their tensors of tokens.
-        calls: their attention calls.
-        cuts, whole, counts: as in `Region`.
         mixers: modules that mix tokens without attention: path, the stream's argument, dimension of its tokens.
         leaves: the same as `Region` has them, once a block was run on some tokens.
     """
@@ -68,10 +54,7 @@ class Facts:
 
 
 def block_facts(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
-    """The facts about a block's arguments.
-
-    Args:
-        before: streams of the block before it in its list: the last one need not return all of them.
+    """The facts about a block's arguments; ``before``: streams of the block before, which the last need not return.
 
     Raises:
         LayoutError: its tokens cannot be told apart; says what they were seen to do.
@@ -79,9 +62,8 @@ def block_facts(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
     given = block.arguments
     for name, value in [*zip(given.names, given.args, strict=False), *given.kwargs.items()]:
         if any(map(holds_tensors, objects_in(value))):
-            raise LayoutError(
-                f"{block.site} is given {name!r}, a {type(value).__name__}, which may keep tensors that no rank may "
-                f"cut; {WAY_OUT}"
+            raise underivable(
+                f"{block.site} is given {name!r}, a {type(value).__name__}, which may keep tensors that no rank may cut"
             )
     streams = _find_token_streams(block, before)
     if not streams:
@@ -91,31 +73,40 @@ def block_facts(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
         _note_rows(block, stream, calls)
     _find_answered_rows(block, streams, calls)
     streams = (*streams, *_streams_only_read(block, streams, calls))
-    _explained_calls(block, calls)
+    for number, call in enumerate(calls):
+        _check_explained(block, number, call)
     lengths = {stream.name: length_of(block, stream) for stream in streams}
     whole = _text_kept_whole(calls, streams[0].name, lengths)
     whole |= _padded_streams(block, calls, streams[0].name, lengths)
     streams = tuple(replace(stream, replicate=stream.replicate or stream.name in whole) for stream in streams)
     facts = Facts(streams, calls, mixers=tuple((mixer.path, mixer.arg, mixer.dim) for mixer in block.mixers))
-    _other_arguments(block, facts)
+    for path, value in block.leaves.items():
+        if any(path == stream.arg for stream in streams):
+            continue
+        if not isinstance(value, Tensor):
+            facts.counts |= _counts(block, facts, path, value)
+        elif (cut := _cut(block, facts, path, value)) is not None:
+            facts.cuts[path] = cut
+        else:
+            facts.whole[path] = None
     return facts
 
 
-def _explained_calls(block: RecordedBlock, calls: list[CallStreams]) -> None:
-    """Refuse a block with an attention call over rows that are no tokens of a stream."""
-    for number, (call, asked) in enumerate(zip(calls, block.asked, strict=True), 1):
-        for what, rows, there in (("queries", call.queries, asked.q.shape[2]), ("keys", call.keys, asked.k.shape[2])):
-            if call.keys and sum(r.length for r in rows.values()) != there:
-                raise LayoutError(
-                    f"{block.site}: attention call {number} has {there} {what}, which no sum of streams explains "
-                    f"({', '.join(f'{r.length} {n}' for n, r in rows.items()) or 'none is a token of an argument'})"
-                    + (f"; {block.note}" if block.note else "")
-                )
+def _check_explained(block: RecordedBlock, number: int, call: CallStreams) -> None:
+    """Refuse an attention call over rows that are no tokens of a stream."""
+    asked = block.asked[number]
+    for what, rows, count in (("queries", call.queries, asked.q.shape[2]), ("keys", call.keys, asked.k.shape[2])):
+        if call.keys and sum(map(len, rows.values())) != count:
+            raise LayoutError(
+                f"{block.site}: attention call {number + 1} has {count} {what}, which no sum of streams explains "
+                f"({', '.join(f'{len(r)} {n}' for n, r in rows.items()) or 'none is a token of an argument'})"
+                + (f"; {block.note}" if block.note else "")
+            )
 
 
-def _shortened(rows: Mapping[str, TokenRows], lengths: Mapping[str, int]) -> set[str]:
+def _shortened(rows: Rows, lengths: Mapping[str, int]) -> set[str]:
     """Streams of which an attention call leaves tokens out."""
-    return {name for name, found in rows.items() if found.length < lengths[name]}
+    return {name for name, places in rows.items() if len(places) < lengths[name]}
 
 
 def _text_kept_whole(calls: list[CallStreams], main: str, lengths: Mapping[str, int]) -> set[str]:
@@ -136,13 +127,13 @@ def _padded_streams(block: RecordedBlock, calls: list[CallStreams], main: str, l
     """Streams of which attention calls leave out padding."""
     calls = [call for call in calls if call.keys]
     names = {name for call in calls for rows in (call.queries, call.keys) for name in _shortened(rows, lengths)}
-    places = {(name, rows.start, rows.length) for call in calls for name, rows in call.keys.items()}
+    places = {(name, rows) for call in calls for name, rows in call.keys.items()}
     apart = {asked.q.shape[0] for asked in block.asked} == {1} and len(block.asked) > 1
     several = len({name for name, *_ in places}) < len(places)
     if main in names or (names and several and not apart):
-        raise LayoutError(
+        raise underivable(
             f"{block.site}: its attention calls take some of the tokens of {' and '.join(sorted(names))} each, which "
-            f"no rank can do with a part of them; {WAY_OUT}"
+            "no rank can do with a part of them"
         )
     return names
 
@@ -172,11 +163,9 @@ def _find_token_streams(block: RecordedBlock, before: tuple[Stream, ...]) -> tup
 def _as_before(block: RecordedBlock, before: tuple[Stream, ...]) -> bool:
     """True if the streams of the block before are arguments of this one, and none comes back otherwise."""
     for stream in before:
-        missing = stream.returned and len(block.results) <= (stream.out or 0)
-        if missing or not isinstance(block.leaves.get(stream.arg), Tensor):
+        value, position = block.leaves.get(stream.arg), stream.out or 0
+        if not isinstance(value, Tensor) or (stream.returned and len(block.results) <= position):
             return False
-    for stream in before:
-        value, position = block.leaves[stream.arg], stream.out or 0
         result = block.results[position] if stream.returned else None
         if isinstance(result, Tensor) and (
             result.shape != value.shape or _token_dim(block, stream.arg, value, position) != stream.dim
@@ -287,27 +276,23 @@ def _find_answered_rows(block: RecordedBlock, streams: tuple[Stream, ...], calls
 
     def unknown() -> int:
         """Rows of attention calls over tokens of no known stream."""
-        pairs = [
-            (rows, tensor.shape[2])
-            for call, asked in zip(calls, block.asked, strict=True)
-            for rows, tensor in ((call.queries, asked.q), (call.keys, asked.k))
-            if call.queries or call.keys
-        ]
-        return sum(count - sum(found.length for found in rows.values()) for rows, count in pairs)
+        pairs = [(call, asked) for call, asked in zip(calls, block.asked, strict=True) if call.queries or call.keys]
+        noted = sum(len(places) for call, _ in pairs for rows in call for places in rows.values())
+        return sum(asked.q.shape[2] + asked.k.shape[2] for _, asked in pairs) - noted
 
     left = 0
     while left != (left := unknown()):
         for stream in streams:
             length = length_of(block, stream)
-            queries = {n: call.queries[stream.name] for n, call in enumerate(calls) if stream.name in call.queries}
-            queries = {number: rows for number, rows in queries.items() if rows.length == length}
+            every = {number: call.queries.get(stream.name, range(0)) for number, call in enumerate(calls)}
+            queries = {number: rows for number, rows in every.items() if len(rows) == length}
 
-            def touched(places: Tensor, queries: dict[int, TokenRows] = queries) -> Touched:
+            def touched(places: Tensor, queries: dict[int, range] = queries) -> Touched:
                 answers = {}
                 for number, rows in queries.items():
                     out = block.asked[number].out
                     there = torch.zeros(out.shape[2], dtype=torch.bool)
-                    there[rows.start : rows.start + rows.length] = places
+                    there[rows.start : rows.stop] = places
                     answers[number] = with_corrupted(out, 2, there)
                 return block.touched({}, answers=answers)
 
@@ -323,8 +308,7 @@ def _note_rows(
 ) -> None:
     """Note the rows of queries and keys that tokens of a stream touch, where they are not known yet.
 
-    Args:
-        touched: the changes that tokens at some places cause; default: those of the stream's argument.
+    ``touched``: the changes that tokens at some places cause; default: those of the stream's argument.
     """
     length, value = length_of(block, stream), block.leaves[stream.arg]
     places = block.half(length)
@@ -346,7 +330,7 @@ def _note_rows(
                     f"{block.site}: the {stream.name} tokens are not a run of the {what} of attention call {number + 1}"
                     + (f"; {block.note}" if block.note else "")
                 )
-            rows[stream.name] = TokenRows(start, count)
+            rows[stream.name] = range(start, start + count)
 
 
 def _streams_only_read(block: RecordedBlock, streams: tuple[Stream, ...], calls: list[CallStreams]) -> list[Stream]:
@@ -355,7 +339,7 @@ def _streams_only_read(block: RecordedBlock, streams: tuple[Stream, ...], calls:
     for number, call in enumerate(calls):
         marks = torch.zeros(block.asked[number].k.shape[2], dtype=torch.bool)
         for rows in call.keys.values():
-            marks[rows.start : rows.start + rows.length] = True
+            marks[rows.start : rows.stop] = True
         if not call.keys or marks.all():
             continue
         for path, value in block.leaves.items():
@@ -377,54 +361,30 @@ def _streams_only_read(block: RecordedBlock, streams: tuple[Stream, ...], calls:
     return read_streams
 
 
-def _other_arguments(block: RecordedBlock, facts: Facts) -> None:
-    """Sort all other arguments than streams: cut with the tokens, counting them, or the same for all."""
-    for path, value in block.leaves.items():
-        if any(path == stream.arg for stream in facts.streams):
-            continue
-        if isinstance(value, Tensor):
-            cut = _cut(block, facts, path, value)
-            if cut is None:
-                facts.whole[path] = None
-            else:
-                facts.cuts[path] = cut
-        else:
-            counted = _count(block, facts, path, value)
-            if counted is not None:
-                facts.counts[path] = counted
-
-
 def _cut(block: RecordedBlock, facts: Facts, path: str, value: Tensor) -> Cut | None:
     """The dimension by which an argument follows the tokens; None: none, or two."""
-    cuts = []
+    sizes = {stream.name: length_of(block, stream) for stream in facts.streams}
+    every, cuts = _stream_orders(facts), []
     for dim, size in enumerate(value.shape):
-        orders = [order for order in _stream_orders(block, facts) if sum(n for _, n in order) == size]
-        if size < 2 or not orders:
+        orders = [order for order in every if sum(sizes[name] for name in order) == size]
+        places = block.half(size) if size > 1 and orders else None
+        if places is None or (touched := block.tried({path: with_corrupted(value, dim, places)})) is None:
             continue
-        places = block.half(size)
-        try:
-            touched = block.touched({path: with_corrupted(value, dim, places)})
-        except LayoutError:
-            raise
-        except Exception:
-            # An index out of range, say: then it is no tensor of tokens.
-            continue
-        found = _tokens(block, facts, touched)
+        hits = _tokens(block, facts, touched)
         for order in orders:
-            parts = dict(zip((name for name, _ in order), places.split([n for _, n in order]), strict=True))
-            if found and all(name in parts and not (hit & ~parts[name]).any() for name, hit in found.items()):
-                cuts.append(Cut(path, dim, tuple(parts), ndim=value.dim()))
+            parts = dict(zip(order, places.split([sizes[name] for name in order]), strict=True))
+            if hits and all(name in parts and not (hit & ~parts[name]).any() for name, hit in hits.items()):
+                cuts.append(Cut(path, dim, order, ndim=value.dim()))
                 break
     return cuts[0] if len(cuts) == 1 else None
 
 
-def _stream_orders(block: RecordedBlock, facts: Facts) -> Iterable[tuple[tuple[str, int], ...]]:
+def _stream_orders(facts: Facts) -> list[tuple[str, ...]]:
     """Orders in which some streams may stand in an argument: single ones, then those of attention, then any."""
-    sizes = {stream.name: length_of(block, stream) for stream in facts.streams}
-    joint = [tuple(sorted(rows, key=lambda n, r=rows: r[n].start)) for c in facts.calls for rows in (c.queries, c.keys)]
-    every = [order for several in range(1, len(sizes) + 1) for order in permutations(sizes, several)]
-    ranked = sorted(every, key=lambda order: (len(order) > 1, order not in joint))
-    return [tuple((name, sizes[name]) for name in order) for order in ranked]
+    names = [stream.name for stream in facts.streams]
+    joint = [tuple(sorted(rows, key=lambda n, r=rows: r[n].start)) for call in facts.calls for rows in call]
+    every = [order for several in range(1, len(names) + 1) for order in permutations(names, several)]
+    return sorted(every, key=lambda order: (len(order) > 1, order not in joint))
 
 
 def _tokens(block: RecordedBlock, facts: Facts, touched: Touched, without: Collection[int] = ()) -> dict[str, Tensor]:
@@ -456,14 +416,14 @@ def _tokens(block: RecordedBlock, facts: Facts, touched: Touched, without: Colle
     return {name: hit for name, hit in hits.items() if hit.any()}
 
 
-def _mark_tokens(hits: dict[str, Tensor], rows: Mapping[str, TokenRows], changed: Tensor) -> None:
-    for name, found in rows.items():
-        if found.length == len(hits[name]):
-            hits[name] |= changed[found.start : found.start + found.length]
+def _mark_tokens(hits: dict[str, Tensor], rows: Rows, changed: Tensor) -> None:
+    for name, places in rows.items():
+        if len(places) == len(hits[name]):
+            hits[name] |= changed[places.start : places.stop]
 
 
-def _count(block: RecordedBlock, facts: Facts, path: str, value: int) -> Count | None:
-    """The stream that an integer counts the tokens of; None: no stream's, or it is the same for all.
+def _counts(block: RecordedBlock, facts: Facts, path: str, value: int) -> dict[str, Count]:
+    """The integer's path, if it counts tokens of a stream; empty: no stream's, or it is the same for all.
 
     One less of the first so many, or of the last, changes one token. All of them are counted where a tensor is shaped
     by the number: then another number is an error.
@@ -473,13 +433,9 @@ def _count(block: RecordedBlock, facts: Facts, path: str, value: int) -> Count |
 
     def changed_by(less: int) -> dict[str, list[int]]:
         """Tokens by stream that change with a number that is so much less."""
-        try:
-            tokens = _tokens(block, facts, block.touched({path: value - less}, local), local)
-        except LayoutError:
-            raise
-        except Exception:
-            return {}
-        return {name: hit.nonzero().flatten().tolist() for name, hit in tokens.items()}
+        touched = block.tried({path: value - less}, local)
+        hits = {} if touched is None else _tokens(block, facts, touched, local)
+        return {name: hit.nonzero().flatten().tolist() for name, hit in hits.items()}
 
     changes = changed_by(1)
     for name, where in changes.items():
@@ -488,8 +444,6 @@ def _count(block: RecordedBlock, facts: Facts, path: str, value: int) -> Count |
             # The one in the middle; then which of its neighbours is the next?
             first = changed_by(2).get(name) == [value - 2, value - 1]
         if len(changes) == 1 and (first or last):
-            return Count(path, name, "first" if first else "last")
-    if changes:
-        return None
+            return {path: Count(path, name, "first" if first else "last")}
     whole = [name for name, size in sizes.items() if size == value]
-    return Count(path, whole[0], "all") if len(whole) == 1 else None
+    return {path: Count(path, whole[0], "all")} if len(whole) == 1 and not changes else {}

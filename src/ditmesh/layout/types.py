@@ -1,8 +1,7 @@
-"""The token layout of a transformer class: which tensors hold which tokens, as data.
+"""The token layout of a transformer class as data: which tensors hold which tokens.
 
-A diffusers DiT runs `prologue -> list(s) of blocks -> epilogue`. Inside the blocks everything is token-local
-but attention, so a strategy needs to know only what this module describes: which arguments of a block carry
-image or text tokens, along which dimension, in which order they join, and which attention calls mix them.
+A diffusers DiT runs `prologue -> list(s) of blocks -> epilogue`. Inside the blocks everything is token-local but
+attention: a strategy needs to know which arguments of a block carry which tokens, and which attention calls mix them.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ class Stream:
         out: position in the tuple the block returns; None when the block returns this tensor alone.
         dim: token dimension, 1 for (B, S, C).
         used_after: whether the model reads this stream after the region's last block; else it is not gathered.
-        replicate: every rank holds all its tokens whatever the text policy says, because the block picks tokens by
-            their position in the whole stream (Mochi's valid text tokens).
-        folded: the token dimension also holds the batch, tokens running fastest: ``dim=0`` of (B·S, F, C). Not in the
-            first region.
+        replicate: every rank holds all its tokens: the block picks some by their position (Mochi's valid text tokens).
+        folded: the token dimension also holds the batch, tokens running fastest: ``dim=0`` of (B·S, F, C).
         returned: False for tokens that are attended to and do not come back: every rank holds them whole.
     """
 
@@ -57,12 +54,11 @@ class Cut:
     """A tensor argument that has one entry per token and arrives whole in every block.
 
     Attributes:
-        arg: path of the argument; parts after a dot index into tuples and dicts: ``"image_rotary_emb.0"``,
-            ``"joint_attention_kwargs.attention_mask"``.
+        arg: path of the argument; parts after a dot index into tuples and dicts: ``"image_rotary_emb.0"``.
         dim: token dimension; negative counts from the end.
         tokens: the streams it covers, in order: ``("text", "image")``.
-        ndim: the cut applies only to tensors of that many dimensions, 4 for a modulation table that is (B, 6, C) in
-            most calls and (B, S, 6, C) with a timestep per token; None for any. An argument may have several cuts.
+        ndim: the cut applies only to tensors of that many dimensions, 4 for modulation that is (B, 6, C), or
+            (B, S, 6, C) with a timestep per token; None: to any. An argument may have several cuts.
         folded: the dimension also holds the batch, tokens running fastest: (B·S, C).
     """
 
@@ -80,15 +76,10 @@ def rotary(arg: str, dim: int, tokens: tuple[str, ...] = ("image",), ndim: int |
 
 @dataclass(frozen=True)
 class Count:
-    """An integer argument that counts tokens of a stream, such as those of the first frame.
+    """An integer argument that counts tokens of a stream: a rank gets the number of those that are its own.
 
-    A rank gets the number of those tokens that are its own.
-
-    Attributes:
-        arg: the argument, ``"num_tokens"``.
-        stream: the stream that it counts tokens of, ``"image"``.
-        part: which of them: the ``"first"`` so many, the ``"last"`` so many (those behind a film's history), or
-            ``"all"``; then another number is refused.
+    ``part``: the ``"first"`` so many (those of the first frame), the ``"last"`` (those behind a film's history), or
+    ``"all"``; then another number is refused.
     """
 
     arg: str
@@ -117,10 +108,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Grid:
-    """The image as a grid that blocks unfold: it may be split between rows only.
-
-    Integer arguments hold its numbers of rows (``"height"``; a rank gets that of its own) and columns (``"width"``).
-    """
+    """The image as a grid that blocks unfold, split between rows only: names of the arguments with its size."""
 
     rows: str
     cols: str
@@ -133,12 +121,9 @@ class Leaf:
     Attributes:
         module: its path in the block, ``"ff.conv_depth"``.
         rule: of `ditmesh.strategies.token_mixers`: ``"conv_rows"`` (convolution over a grid that is cut between rows),
-            ``"linear_attention"`` (through a state summed over all tokens), ``"gathered"`` (whatever it is: every rank
-            runs it on all tokens and keeps its own).
+            ``"linear_attention"`` (through a state summed over all tokens), ``"gathered"`` (on all tokens).
         processor: class of the attention processor that the rule stands in for; a module with another one is refused.
-            One that is put in later runs as under the rule ``"gathered"``.
-        args, dim: of the rule ``"gathered"``: the module's arguments that hold tokens, and along which dimension; the
-            dimension of the tokens in what the module returns.
+        args, dim: of the rule ``"gathered"``: arguments with tokens, each with its dimension; that of the result.
         stream: the stream that the tokens belong to.
     """
 
@@ -155,10 +140,8 @@ class Table:
     """A positional table that tensor parallelism splits: one per channel or head, applied inside the attention.
 
     Attributes:
-        kind: class of the attention module that takes it.
-        argument: its name; a tensor or a tuple of tensors.
-        ndim: number of dimensions of the tensors meant.
-        dim: the dimension that follows ``width``.
+        kind, argument: class of the attention module, and its argument: a tensor or a tuple of tensors.
+        ndim, dim: number of dimensions of the tensors meant, and the one that follows ``width``.
         width: ``"queries"`` (channels) or ``"heads"``, as in `ditmesh.strategies.tensor.rules.Rule`.
     """
 
@@ -174,13 +157,10 @@ class Attention:
     """One attention call of a block that mixes tokens across ranks.
 
     Attributes:
-        queries: streams of the tokens that ask, in the order they stand along the sequence.
-        keys: streams of the tokens that answer, in the order one device has them.
-        ragged: a replicated stream of which only some tokens take part, as many as the call shows: ``"text"`` when the
-            block leaves padding out.
+        queries, keys: streams of the tokens that ask, and that answer, in the order one device has them.
+        ragged: a replicated stream of which only some tokens take part: ``"text"`` when the block leaves padding out.
         per_sample: the block makes this call once for every sample of the batch. Only for its last entry.
-        unless, only_if: arguments of the block: it leaves this call out when the first is true (``"all_perturbed"``),
-            and when the second is given and false.
+        unless, only_if: arguments of the block: it leaves this call out when the first is true, or the second false.
     """
 
     queries: tuple[str, ...]
@@ -206,23 +186,19 @@ class Region:
 
     Attributes:
         blocks: path of the `ModuleList` in the transformer.
-        streams: tensors that enter as arguments and leave as results of every block.
+        streams: tensors that enter as arguments and leave as results of every block; the first is the main one.
         attention: the block's attention calls in the order they happen; a block may make only the first few.
-        cuts: per-token arguments that are cut to this rank's tokens.
+        cuts, counts: arguments with an entry per token, and integers that count tokens.
         whole: arguments that are the same for all tokens, or wanted whole (modulation, cross-attended text and its
             mask). Paths as in `Cut.arg`; a name covers everything below it.
         local: arguments that hold this rank's tokens already, as an earlier block of the list made them: ``("skip",)``.
-        counts: integer arguments that count tokens.
-        grid: set when the blocks unfold the image's tokens into rows and columns.
-        leaves: modules that mix tokens without attention.
-        chained: the streams come from the region before exactly as its last block returned them, so nothing
-            has to be gathered between the two.
+        grid, leaves: how blocks mix tokens without attention.
+        chained: the streams come from the region before as its last block returned them: nothing is gathered between.
         known: tensor and integer arguments of the blocks that were seen, as (path, class, number of dimensions); any
             other is refused. Empty for a layout that was written: its paths alone are compared.
         alone: the model wants all tokens between these blocks: they are gathered behind every block, and cut again.
         written: arguments with tokens that the blocks write to; a block that runs several times for a call gets copies.
-        folds: arguments to be folded to one entry per token, the tokens of the main stream first; the region's other
-            entries speak of them as they are then.
+        folds: arguments to be folded, the main stream first; the region's other entries are of them as they are then.
     """
 
     blocks: str
@@ -240,10 +216,6 @@ class Region:
     written: tuple[str, ...] = ()
     folds: tuple[Fold, ...] = ()
 
-    def stream(self, name: str) -> Stream:
-        """The stream with a name."""
-        return next(stream for stream in self.streams if stream.name == name)
-
     @property
     def main(self) -> Stream:
         """The first stream: the image; its tokens decide how many ranks can share the work."""
@@ -257,9 +229,6 @@ IP_ADAPTER = "IP-Adapter attention is not in the layout"
 # The source of a layout that a user hands over.
 GIVEN = "given"
 
-# Names in diffusers' blocks for modules that work on no image token.
-BESIDE_IMAGE = ("norm", "ada", "mod", "context", "add_", "txt", "text", "temb", "time", "to_k_ip", "to_v_ip")
-
 
 @dataclass(frozen=True)
 class TokenLayout:
@@ -268,28 +237,22 @@ class TokenLayout:
     Attributes:
         model: name of the transformer class.
         regions: its block lists, in the order they run.
-        refused: arguments of the forward that this layout does not cover: a call that sets one is refused by name.
-            Argument -> why.
-        unbatched: tensor arguments of the forward with another first dimension than the batch, as paths: ``("img_ids",
-            "image_rotary_emb.0")``. Every other tensor with dimensions has an entry per sample in its first.
-        batched: those with samples along another dimension than the first, as (path, dimension):
-            ``(("encoder_hidden_states_llama3", 1),)`` for embeddings with a row per layer.
+        refused: arguments of the forward that this layout does not cover, each with the reason: the layout of a call
+            that sets one is derived.
+        unbatched: paths of tensor arguments of the forward with another first dimension than the batch (``"img_ids"``).
+            Every other tensor with dimensions has an entry per sample in its first.
+        batched: those with samples along another dimension, as (path, dimension): embeddings with a row per layer.
         grouped: those that may have several entries per sample, one sample's behind the other's: the embeddings of a
             film's first and last frame.
-        listed: arguments that are Python lists with one item per sample, whatever the items are: ``("x",
-            "cap_feats")`` for a model that takes a list of latents.
-        alternating: the lists run by turns (block 0 of each, block 1 of each …), and the tokens stay cut from the first
-            block of the first list to the last block of the last.
-        kept: modules inside blocks that the model also calls outside of them, as paths in the model: every stage of
-            PipeFusion keeps their weights.
-        timestep: argument of the forward that holds the timestep; None when it takes none.
-        beside_image: parts of a parameter's path, in lower case, that mark work on a vector or on the short text
-            stream; what a block costs is estimated without those parameters.
+        listed: arguments that are Python lists with one item per sample: ``("x", "cap_feats")``.
+        alternating: the lists run by turns (block 0 of each, block 1 …), and tokens stay cut from first to last.
+        kept: paths of modules inside blocks that the model also calls outside of them: every stage of PipeFusion keeps
+            their weights.
         tables: positional tables that tensor parallelism cuts with the heads.
-        residuals: arguments of the forward that it adds to tokens between blocks, a tensor or a list of them, with one
-            entry per token along ``dim``: a ControlNet's. Each with the path of the (first) block list of these tokens.
-        between: arguments that the model uses between blocks on all tokens, and that cannot be cut with them: in a call
-            that sets one the tokens are gathered behind every block (`Region.alone`).
+        residuals: arguments of the forward that it adds to tokens between blocks, a tensor or a list of them: a
+            ControlNet's. Each with the path of the (first) block list of these tokens.
+        between: arguments that the model uses between blocks on all tokens: in a call that sets one the tokens are
+            gathered behind every block (`Region.alone`).
         rows: whether the samples of a call can be run apart; else `data` and `cfg` refuse it.
         calls: forms of call that the layout was derived from, each as sorted (name, kind); another form is looked at
             when it comes. Empty for a layout that was written: it holds for every call.
@@ -306,8 +269,6 @@ class TokenLayout:
     listed: tuple[str, ...] = ()
     alternating: bool = False
     kept: tuple[str, ...] = ()
-    timestep: str | None = "timestep"
-    beside_image: tuple[str, ...] = BESIDE_IMAGE
     tables: tuple[Table, ...] = ()
     residuals: tuple[tuple[str, Cut], ...] = ()
     between: tuple[str, ...] = ()

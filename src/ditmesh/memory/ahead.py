@@ -28,15 +28,9 @@ USUAL = Workload(64, 64, text=512, branches=2, steps=50)
 def computed_ahead(
     transformer: str, settings: Mapping[str, Any], tensor: int, workload: Workload, dtype: torch.dtype
 ) -> Needs:
-    """Bytes of a rank: `weights` of the modules whose values are computed ahead, and `kept` for these values.
+    """Bytes of one of ``tensor`` ranks: `weights` of the modules whose values are computed ahead, `kept` for these.
 
-    Args:
-        transformer, settings: class and configuration.
-        tensor: ranks that share its weights.
-        workload: of a rank; values are kept for all of its steps.
-
-    Raises:
-        LayoutError: the transformer cannot run without values.
+    ``workload``: of a rank; values are kept for all of its steps. Raises as `denoise`.
     """
     ahead = found_ahead_of(transformer, settings, workload, dtype)
     calls = workload.calls(workload.pictures, workload.branches)[1]

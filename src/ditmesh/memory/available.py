@@ -8,14 +8,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ..generate.model_info import ModelInfo
-
 if TYPE_CHECKING:
     import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
-# More than an image's activations take, in bytes a pixel and sample: sizes far from the limit are not predicted.
-MAX_PIXEL_BYTES = 16e3
 
 
 def free_memory(device: torch.device, ranks_here: int = 1) -> float:
@@ -34,21 +30,6 @@ def free_memory(device: torch.device, ranks_here: int = 1) -> float:
     return min(float(psutil.virtual_memory().available), _left_by_limits()) / ranks_here
 
 
-def far_from(room: float, stored: float, float32: bool, pixels: float) -> bool:
-    """True if a model is so small beside ``room`` bytes of a rank that nothing needs to be predicted.
-
-    Args:
-        stored: bytes of its files, which may hold half of what ``float32`` computes with.
-        pixels: of a call; 0: not known.
-    """
-    return stored * (2 if float32 else 1) + 2 * MAX_PIXEL_BYTES * pixels < room
-
-
-def stored_bytes(info: ModelInfo) -> float:
-    """Bytes of a pipeline's weight files."""
-    return float(sum(path.stat().st_size for path in info.files.glob("*/*.safetensors")))
-
-
 def _left_by_limits() -> float:
     """The free memory within the limits of this process's control group (version 2); infinite without limits."""
     with suppress(OSError):
@@ -60,13 +41,13 @@ def _left_by_limits() -> float:
 
 def _left(root: Path, path: str) -> float:
     """Bytes left to a group, within all groups around it."""
-    left, folder = float("inf"), root / path.lstrip("/")
-    while True:
+    left, inner = float("inf"), root / path.lstrip("/")
+    for folder in (inner, *inner.parents):
         with suppress(OSError, ValueError):
             # Files' pages go when memory is wanted.
             pages = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             taken = int((folder / "memory.current").read_text()) - int(pages.get("inactive_file", 0))
             left = min(left, float(max(0, int((folder / "memory.max").read_text()) - taken)))
-        if folder == root or root not in folder.parents:
-            return left
-        folder = folder.parent
+        if folder == root:
+            break
+    return left

@@ -28,7 +28,6 @@ class Needs:
 
 
 Found = TypeVar("Found", Needs, list[Needs])
-_known: dict[str, Any] = {}
 
 
 def kept(walk: Callable[..., Found]) -> Callable[..., Found]:
@@ -38,28 +37,30 @@ def kept(walk: Callable[..., Found]) -> Callable[..., Found]:
     """
 
     @wraps(walk)
-    def found(*args: Any) -> Found:
-        key = sha256(repr((walk.__name__, args)).encode()).hexdigest()[:32]
-        if not _known:
-            _read()
-        if key not in _known:
-            _known[key] = walk(*args)
+    def result_of(*args: Any) -> Found:
+        key, results = sha256(repr((walk.__name__, args)).encode()).hexdigest()[:32], _results()
+        if key not in results:
+            results[key] = walk(*args)
             with suppress(OSError):
                 _file().parent.mkdir(parents=True, exist_ok=True)
                 with _file().open("a", encoding="utf-8") as file:
-                    file.write(json.dumps([key, _known[key]], default=vars) + "\n")
-        return _known[key]
+                    file.write(json.dumps([key, results[key]], default=vars) + "\n")
+        return results[key]
 
-    return found
+    return result_of
 
 
-def _read() -> None:
+@cache
+def _results() -> dict[str, Any]:
+    """Those in the file, and those of this process."""
+    results: dict[str, Any] = {}
     with suppress(OSError):
         for line in _file().read_text(encoding="utf-8").splitlines():
             # A line that another process is writing.
             with suppress(ValueError, TypeError):
                 key, found = json.loads(line)
-                _known[key] = [Needs(**one) for one in found] if isinstance(found, list) else Needs(**found)
+                results[key] = [Needs(**each) for each in found] if isinstance(found, list) else Needs(**found)
+    return results
 
 
 @cache

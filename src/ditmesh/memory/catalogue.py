@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +71,6 @@ class Shape:
                 f"{max(1, width // self.pixels) * self.pixels}x{max(1, height // self.pixels) * self.pixels}"
             )
         return (frames - 1) // self.frames + 1, height // self.pixels, width // self.pixels
-
-    def tokens(self, width: int, height: int, frames: int) -> int:
-        """Image tokens of an image or video: see `token_grid`."""
-        return prod(self.token_grid(width, height, frames))
 
 
 @cache

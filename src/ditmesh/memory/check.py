@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from ..comm.objects import broadcast_object, gather_objects
+from ..comm.objects import gather_objects
 from ..config import ParallelConfig
-from ..engine import DENOISERS, guided, refusal
+from ..engine import DENOISERS, agreed, guided, refusal
 from ..errors import ConfigError, DitmeshError, InputError, LayoutError, first_line
 from ..generate.model_info import ModelInfo
 from ..layout import TokenLayout, known_models
 from ..strategies.heads import heads_of
-from .available import far_from, free_memory, stored_bytes
+from .available import free_memory
 from .catalogue import Shape
 from .phases import Component, Components, needs
 from .sizes import Workload, workload_of
-from .walk import model_on_meta
+from .walk import FAILURES, model_on_meta
 
 log = logging.getLogger(__name__)
 
-Found = TypeVar("Found")
 # By the degrees of tensor and shard a configuration, and the bytes of its rank that needs most.
 TooLarge = dict[tuple[int, int], tuple[ParallelConfig, float]]
 
+# More than an image's activations take, in bytes a pixel and sample: sizes far from the limit are not predicted.
+MAX_PIXEL_BYTES = 16e3
 # Numbers of devices for which a configuration that fits is looked for, behind the user's own.
 MORE_DEVICES = (2, 4, 8, 16)
-
-# Errors of a mistake in a prediction; a case that cannot be predicted raises a `DitmeshError`.
-MISTAKES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
-# An environment variable with which mistakes raise, for tests; else the work goes on without the prediction.
-RAISE = "DITMESH_RAISE_MISTAKES"
 
 
 def components_of(info: ModelInfo, without: Collection[str] = ()) -> Components:
@@ -59,16 +54,14 @@ def components_of(info: ModelInfo, without: Collection[str] = ()) -> Components:
         else:
             other += sum(path.stat().st_size for path in (info.files / name).glob("*.safetensors"))
     denoisers = tuple(part for name, part in parts.items() if name != "vae")
-    return Components(info.name, denoisers, info.pipeline_class, encoders, parts.get("vae"), info.vae_scale, other)
+    return Components(info.name, denoisers, encoders, parts.get("vae"), info.vae_scale, other)
 
 
 def components_of_shape(shape: Shape) -> Components:
     """The components of a model in the catalogue."""
     encoders = {name: Component(*encoder) for name, encoder in shape.encoders.items()}
     vae = None if shape.vae is None else Component(*shape.vae)
-    return Components(
-        shape.name, (Component(shape.transformer, shape.config),), shape.pipeline, encoders, vae, shape.scale
-    )
+    return Components(shape.name, (Component(shape.transformer, shape.config),), encoders, vae, shape.scale)
 
 
 @dataclass(frozen=True)
@@ -100,35 +93,21 @@ class Demand:
         cls,
         info: ModelInfo,
         dtype: torch.dtype,
-        kind: Literal["cpu", "cuda"],
-        workload: Workload | None = None,
-        *,
-        without: Collection[str] = (),
-        offloaded: bool = False,
+        device: torch.device,
+        workload: Workload | None,
+        without: Collection[str],
+        offloaded: bool,
         guidance: bool | None = None,
         calls: int = 1,
     ) -> Demand:
-        """The demand of a pipeline's folder.
-
-        Args:
-            without: components that are not loaded.
-            guidance: whether guidance runs two branches; default: whether the pipeline does when it is not told.
-        """
+        """The demand of a pipeline's folder; arguments as for `choose_for_ranks`."""
         import diffusers
 
-        pipeline = getattr(diffusers, info.pipeline_class, None)
-        asked = guided(pipeline, info.transformer) if guidance is None else guidance
-        return cls(
-            components_of(info, without),
-            workload_of(info),
-            workload,
-            dtype,
-            kind,
-            offloaded,
-            1 if workload is None else workload.pictures,
-            calls,
-            1 + asked,
-        )
+        if guidance is None:
+            guidance = guided(getattr(diffusers, info.pipeline_class, None), info.transformer)
+        kind, images = "cuda" if device.type == "cuda" else "cpu", 1 if workload is None else workload.pictures
+        parts, usual = components_of(info, without), workload_of(info)
+        return cls(parts, usual, workload, dtype, kind, offloaded, images, calls, 1 + guidance)
 
     def largest(self, config: ParallelConfig, usual: bool = False) -> tuple[float, str]:
         """Bytes of the rank that needs most, and in which phase; ``usual``: where no request is known, of the model's
@@ -296,7 +275,7 @@ def check_memory(
     A configuration that cannot be predicted is not refused.
 
     Args:
-        workload, without, offloaded: as for `Demand`.
+        workload, offloaded: as for `Demand`; without: components that are not loaded.
         limit: bytes that a rank may take; default: the device's free memory (on a CPU the host's, in equal parts).
 
     Raises:
@@ -306,17 +285,17 @@ def check_memory(
     if not near:
         return
 
-    def look() -> str | None:
+    def look(_: int) -> str | None:
         try:
-            demand = Demand.of(info, dtype, kind_of(device), workload, without=without, offloaded=offloaded)
+            demand = Demand.of(info, dtype, device, workload, without, offloaded)
             return demand.refusal(config, room, limit is not None)
         except (DitmeshError, OSError) as error:
             log.debug("%s: what it needs is not known: %s", info.name, error)
-        except MISTAKES as error:
+        except FAILURES as error:
             _warn(error, f"{info.name} is loaded without a check of its memory")
         return None
 
-    sentence = _of_first_rank(look)
+    sentence = agreed(look)
     if sentence is not None:
         raise InputError(sentence)
 
@@ -332,45 +311,29 @@ def choose_for_ranks(
     offloaded: bool = False,
     guidance: bool | None = None,
     calls: int = 1,
-    memory: bool = True,
 ) -> Choice | None:
     """The configuration of ``"auto"`` for the ranks of the default process group, before anything is read. Collective.
 
     None: the class has no reviewed layout, so its transformer has to be looked at first.
 
     Args:
-        info, dtype, device, workload, limit, without, offloaded: as for `check_memory`; guidance, calls: as for
-            `Demand`.
-        memory: whether it has to fit.
+        info, dtype, device, workload, limit, without, offloaded: as for `check_memory`; calls: as for `Demand`.
+        guidance: whether it runs two branches; default: whether the pipeline does when it is not told.
     """
     if info.transformer_class not in known_models():
         return None
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     room, near = _room(info, dtype, device, workload, limit)
 
-    def look() -> Choice:
-        demand = Demand.of(
-            info,
-            dtype,
-            kind_of(device),
-            workload,
-            without=without,
-            offloaded=offloaded,
-            guidance=guidance,
-            calls=calls,
-        )
+    def look(ranks: int) -> Choice:
+        demand = Demand.of(info, dtype, device, workload, without, offloaded, guidance, calls)
         try:
-            return demand.choose(ranks, room if near and memory else float("inf"))
-        except MISTAKES as error:
+            return demand.choose(ranks, room if near else float("inf"))
+        except FAILURES as error:
             _warn(error, f"The configuration of {info.name} is chosen without a look at its memory")
             return demand.choose(ranks, float("inf"))
 
-    return _of_first_rank(look)
-
-
-def kind_of(device: torch.device) -> Literal["cpu", "cuda"]:
-    """What a device is to a prediction of memory."""
-    return "cuda" if device.type == "cuda" else "cpu"
+    # A host with fewer cores than ranks would find it out for each in turn.
+    return agreed(look)
 
 
 def _room(
@@ -379,35 +342,17 @@ def _room(
     """Bytes of a rank, and whether a prediction is worth it; on all ranks alike."""
     grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     room = free_memory(device, dist.get_world_size() if grouped else 1) if limit is None else limit
-    stored = stored_bytes(info)
+    stored = float(sum(path.stat().st_size for path in info.files.glob("*/*.safetensors")))
     if grouped:
         # Of files as well: hosts may have other ones, and all ranks go on alike.
         rooms, sizes = zip(*gather_objects((room, stored)), strict=True)
         room, stored = min(rooms), max(sizes)
     pixels = 0.0 if workload is None else workload.width * workload.height * workload.frames * workload.pictures
-    return room, not far_from(room, stored, dtype == torch.float32, pixels)
-
-
-def _of_first_rank(look: Callable[[], Found]) -> Found:
-    """What rank 0 finds, on all ranks: a host with fewer cores than ranks would find it out for each in turn."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return look()
-    answer: tuple[Any, Exception | None] = None, None
-    if dist.get_rank() == 0:
-        try:
-            answer = look(), None
-        except Exception as error:
-            # The other ranks wait for an answer.
-            answer = None, error
-    value, failure = broadcast_object(answer)
-    if failure is not None:
-        raise failure
-    return value
+    # Files may hold half of what float32 computes with.
+    return room, stored * (2 if dtype == torch.float32 else 1) + 2 * MAX_PIXEL_BYTES * pixels >= room
 
 
 def _warn(error: Exception, consequence: str) -> None:
     """Say that a prediction has failed, and what is done without it."""
-    if os.environ.get(RAISE):
-        raise error
     log.warning("%s (%s: %s)", consequence, type(error).__name__, first_line(error, "no message"))
     log.debug("the traceback:", exc_info=error)

@@ -17,11 +17,8 @@ from ..config import ParallelConfig
 class PhantomLink(Link):
     """A `Link` to absent ranks. Received tensors have shapes and no values.
 
-    Args:
-        listen: told of each exchange: the link's name, its kind and the bytes that this rank sends.
-
-    Attributes:
-        over: what is gathered from now on is not looked at: weights that are put together behind the last step.
+    ``listen`` is told of each exchange: the link's name, its kind and the bytes that this rank sends. When it is
+    ``over``, what is gathered is not looked at: weights that are put together behind the last step.
     """
 
     def __init__(

@@ -39,7 +39,6 @@ class Components:
 
     name: str
     denoisers: tuple[Component, ...]
-    pipeline: str | None = None
     encoders: Mapping[str, Component] = field(default_factory=dict)
     vae: Component | None = None
     scale: int = 8
@@ -111,64 +110,30 @@ def needs(
     Raises:
         LayoutError: a component cannot run without values, or has no reviewed layout.
     """
-    ahead = _ahead(components, config, workload, dtype) if config.precompute and gpu else Needs(0.0, 0.0)
-    vae, text = (
-        _decoding(components, config, workload, dtype),
-        _encoding(components, config, workload, dtype, offloaded),
+    away = _ahead(components, config, workload, dtype) if config.precompute and gpu else Needs(0.0, 0.0)
+    vae = _decoding(components, config, workload, dtype)
+    alone, among = ParallelConfig(), _settings(config, "text_encoder", ring=config.world_size)
+    uncut, encoders = (
+        [walk_encoder(part.kind, part.settings, chosen, workload.text, dtype) for part in components.encoders.values()]
+        for chosen in (alone, among if config.text_encoder in ("tensor", "sharded") else alone)
     )
+    # Offloaded encoders are there one by one, while they encode.
+    largest = max(encoders, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))
+    loaded, encoding = (0.0 if offloaded else sum(each.weights for each in every) for every in (uncut, encoders))
+    later = away.kept + (0.0 if config.text_encoder == "freed" else encoding)
     stages: list[RankNeeds] = []
-    for stage, one in enumerate(_denoising(components, config, workload, dtype)):
-        ranks = config.world_size // config.pipe
-        stages.append(RankNeeds(stage, ranks, _phases(components, one, text, vae, ahead, offloaded, process)))
+    for stage, dit in enumerate(_denoising(components, config, workload, dtype)):
+        around = dit.weights - away.weights + (0.0 if offloaded else vae.weights + components.other)
+        phases = [Phase("load", around + loaded, process=process)]
+        if encoders:
+            weights = around + (largest.weights if offloaded else encoding)
+            phases.append(Phase("encode", weights, largest.activations, process=process))
+        phases.append(Phase("denoise", around + later, dit.activations, process=process))
+        if components.vae is not None:
+            pixels = around + later + offloaded * vae.weights
+            phases.append(Phase("decode", pixels, vae.activations, dit.kept, process))
+        stages.append(RankNeeds(stage, config.world_size // config.pipe, tuple(phases)))
     return stages
-
-
-@dataclass(frozen=True)
-class _EncoderMemory:
-    """The memory of text encoders on a rank.
-
-    Attributes:
-        loaded, encoding, later: bytes of weights while the rank loads, while it encodes, and after that.
-        activations: of the encoder that needs most, as of `Needs`.
-    """
-
-    loaded: float
-    encoding: float = 0.0
-    later: float = 0.0
-    activations: float = 0.0
-
-
-def _phases(
-    components: Components, dit: Needs, text: _EncoderMemory, vae: Needs, ahead: Needs, offloaded: bool, process: float
-) -> tuple[Phase, ...]:
-    """A rank's memory for transformers, text encoders and the VAE."""
-    later = text.later + ahead.kept
-    around = dit.weights - ahead.weights + (0.0 if offloaded else vae.weights + components.other)
-    phases = [Phase("load", around + text.loaded, process=process)]
-    if components.encoders:
-        phases.append(Phase("encode", around + text.encoding, text.activations, process=process))
-    phases.append(Phase("denoise", around + later, dit.activations, process=process))
-    if components.vae is not None:
-        pixels = around + later + offloaded * vae.weights
-        phases.append(Phase("decode", pixels, vae.activations, dit.kept, process))
-    return tuple(phases)
-
-
-def _encoding(
-    components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype, offloaded: bool = False
-) -> _EncoderMemory:
-    """The memory of a rank that encodes."""
-    alone, parts = ParallelConfig(), components.encoders.values()
-    single = [walk_encoder(part.kind, part.settings, alone, workload.text, dtype) for part in parts]
-    cut = config.text_encoder in ("tensor", "sharded") and config.world_size > 1
-    among = _settings(config, "text_encoder", ring=config.world_size)
-    every = [walk_encoder(part.kind, part.settings, among, workload.text, dtype) for part in parts] if cut else single
-    most = max(every, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))
-    if offloaded:
-        return _EncoderMemory(0.0, most.weights, 0.0, most.activations)
-    loaded, held = (float(sum(each.weights for each in some)) for some in (single, every))
-    later = 0.0 if config.text_encoder == "freed" else held
-    return _EncoderMemory(loaded, held, later, most.activations)
 
 
 def _ahead(components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype) -> Needs:
@@ -198,18 +163,13 @@ def _decoding(components: Components, config: ParallelConfig, workload: Workload
 
 
 def _denoising(components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype) -> list[Needs]:
-    """For every stage what its ranks need, of all transformers."""
+    """For every stage what its ranks need, of all transformers, of which one runs at a time."""
     # Neither where the other components are nor how many steps follow changes a step.
     among = config.model_copy(update={"text_encoder": "whole", "vae": "auto", "precompute": False})
     workload = replace(workload, steps=1, element=dtype.itemsize)
     stages = [_stages(part, among, workload, dtype) for part in components.denoisers]
     return [
-        Needs(
-            # One of several transformers runs at a time.
-            sum(one.weights for one in parts),
-            max(one.activations for one in parts),
-            sum(one.kept for one in parts),
-        )
+        Needs(sum(p.weights for p in parts), max(p.activations for p in parts), sum(p.kept for p in parts))
         for parts in zip(*stages, strict=True)
     ]
 

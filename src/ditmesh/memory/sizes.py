@@ -13,9 +13,8 @@ from .catalogue import Shape
 
 # Argument names for the number of frames.
 FRAMES = ("num_frames", "video_length")
-# Default number of text tokens, and the argument that has it.
+# Text tokens where the pipeline's call has no number for them.
 TEXT_TOKENS = 256
-LENGTH = "max_sequence_length"
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def workload_of(
         video = frames or usual_frames(model)
         cells, rows, cols = model.token_grid(width, height, video)
         branches = 2 - bool(model.transformer.get("guidance_embeds"))
-        usual, latent_frames = _defaults(model, (LENGTH,)) or TEXT_TOKENS, model.latent_frames(video)
+        usual, latent_frames = _defaults(model, ("max_sequence_length",)) or TEXT_TOKENS, model.latent_frames(video)
         together = batched(model.pipeline_class)
     return Workload(
         rows,

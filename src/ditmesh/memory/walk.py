@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from math import prod
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -46,7 +45,6 @@ from .cache import Needs, kept
 from .phantom import phantom_mesh
 from .sizes import Workload
 
-log = logging.getLogger(__name__)
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 # Exceptions of models that read values, or that are called with unexpected arguments.
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
@@ -97,7 +95,15 @@ def denoise(
 
 
 class WithoutValues(TorchFunctionMode):
-    """Answers what only values could, for tensors that have none."""
+    """Answers what only values could, for tensors that have none.
+
+    Args:
+        attended: told of the keys and the values of every attention call.
+    """
+
+    def __init__(self, attended: Callable[[Tensor, Tensor], None] | None = None) -> None:
+        super().__init__()
+        self._attended = attended
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nonzero and isinstance(args[0], Tensor):
@@ -107,28 +113,10 @@ class WithoutValues(TorchFunctionMode):
             # Comparisons are of tensors for all tiles, such as a timestep's modulation, or of two forms of a mask.
             one, other = args
             return one.shape == other.shape and one.dtype == other.dtype
-        return func(*args, **(kwargs or {}))
-
-
-class _AttentionKeys(WithoutValues):
-    """Bytes of the keys and values of attention to image tokens, by the kind of block that runs.
-
-    Args:
-        image: image tokens; shorter keys are of text alone, which every rank has.
-        kinds: how many kinds of blocks there are.
-    """
-
-    def __init__(self, image: int, kinds: int) -> None:
-        super().__init__()
-        self._image, self.kind, self.found = image, 0, [0.0] * kinds
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and self._attended is not None:
             arguments = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-            key, value = arguments["key"], arguments["value"]
-            if key.shape[-2] >= self._image:
-                self.found[self.kind] += key.nbytes + value.nbytes
-        return super().__torch_function__(func, types, args, kwargs)
+            self._attended(arguments["key"], arguments["value"])
+        return func(*args, **(kwargs or {}))
 
 
 def key_bytes(
@@ -139,26 +127,28 @@ def key_bytes(
     workload: Workload,
     dtype: torch.dtype,
 ) -> list[float]:
-    """Bytes of keys that a rank of a pipeline stage keeps of one block of every kind, between the steps.
-
-    Raises:
-        LayoutError: the transformer cannot run without values.
-    """
+    """Bytes of keys that a rank of a pipeline stage keeps of one block of every kind; raises as `denoise`."""
     model = model_on_meta(transformer, json.dumps(settings, default=str))
     order = kinds_of(model, layout)
     rows, calls = workload.calls(-(-workload.pictures // config.data), -(-workload.branches // config.cfg))
     size = Size(workload.rows, workload.cols, workload.text, rows, workload.frames)
 
     def keys_of_call(make: Conventions) -> list[float]:
-        keys = _AttentionKeys(workload.image, max(order) + 1)
-        with kept_blocks(model, layout, [1] * len(keys.found)), ExitStack() as undo:
+        totals, running = [0.0] * (max(order) + 1), [0]
+
+        def attended(key: Tensor, value: Tensor) -> None:
+            # Shorter keys are of text alone, which every rank has.
+            if key.shape[-2] >= workload.image:
+                totals[running[0]] += key.nbytes + value.nbytes
+
+        with kept_blocks(model, layout, [1] * len(totals)), ExitStack() as undo:
             for kind, (_, block) in zip(dict.fromkeys(order), blocks_of(model, layout), strict=True):
-                hook = block.register_forward_pre_hook(lambda *_, keys=keys, kind=kind: setattr(keys, "kind", kind))
+                hook = block.register_forward_pre_hook(lambda *_, kind=kind: running.__setitem__(0, kind))
                 undo.callback(hook.remove)
-            with keys:
+            with WithoutValues(attended):
                 model(**make.inputs(size))
         # Of attention every rank has some of the heads.
-        return [calls * found / config.tensor / config.ulysses for found in keys.found]
+        return [calls * bytes_ / config.tensor / config.ulysses for bytes_ in totals]
 
     return by_any_call(model, dtype, keys_of_call)
 
@@ -183,7 +173,8 @@ def by_any_call(model: nn.Module, dtype: torch.dtype, run: Callable[[Conventions
         VARIANTS[model] = way
         return result
     raise LayoutError(
-        f"{type(model).__name__} cannot run without values, so what it needs is not known: {first_of(reasons)}"
+        f"{type(model).__name__} cannot run without values, so what it needs is not known: "
+        f"{reasons[0] if reasons else 'no way to call it was found'}"
     )
 
 
@@ -272,22 +263,23 @@ def kept_blocks(model: nn.Module, layout: TokenLayout, counts: Sequence[int]) ->
             setattr(model.get_submodule(parent), name, whole)
 
 
-def first_of(reasons: Sequence[str]) -> str:
-    """The reason why the likeliest way to call a model failed, and how many others did."""
-    if not reasons:
-        return "no way to call it was found"
-    return reasons[0] + (f"; {len(reasons) - 1} other ways to call it failed too" if len(reasons) > 1 else "")
+@contextmanager
+def failures_named(kind: str, work: str) -> Iterator[None]:
+    """Raise a `LayoutError` where a component of this class cannot run without values."""
+    try:
+        yield
+    except FAILURES as error:
+        raise LayoutError(
+            f"{kind} cannot run without values, so what {work} needs is not known: {first_line(error)}"
+        ) from error
 
 
 def run_steps(
     engine: Engine, model: nn.Module, inputs: dict[str, Any], calls: int, begin: Callable[[], None] = lambda: None
 ) -> list[Any]:
-    """Run a request's first steps: enough for a stale one where there are any, else one. Returns the results of the
-    last.
+    """The results of a request's last step, after enough of them for a stale strategy where there is one, else one.
 
-    Args:
-        inputs: of the first step; their times are changed.
-        calls: of the model in a step; begin: called before every step.
+    ``inputs`` of the first step, whose times are changed; ``begin`` is called before every step.
     """
     outputs = []
     for step in range(WALKED_STEPS if engine.control is not None else 1):
@@ -336,12 +328,7 @@ def fake_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def weight_bytes(model: nn.Module, units: Sequence[Unit] = ()) -> float:
-    """Bytes of a model's weights on this rank; shared tensors count once.
-
-    Args:
-        model: the model, or a block of one.
-        units: the sharded weights.
-    """
+    """Bytes of the weights of a model, or of a block, on this rank; shared tensors count once, units as pieces."""
     held = {one.untyped_storage()._cdata: one for one in (*model.parameters(), *model.buffers())}
     inside = {*model.modules()}
     pieces = sum(unit.piece.nbytes for unit in units if inside.issuperset(unit.modules))
@@ -366,11 +353,7 @@ def decode(
 ) -> Needs:
     """Decoding on one rank of an autoencoder, whole or in bands as the configuration says.
 
-    Args:
-        sizes: images, frames if they are videos, height and width of the latents.
-
-    Raises:
-        LayoutError: it cannot run without values.
+    ``sizes``: images, frames if they are videos, height and width of the latents. Raises as `denoise`.
     """
     vae: Any = meta_model(kind, dict(settings)).eval()
     # With the class's default.
@@ -383,19 +366,14 @@ def decode(
         context = Context(config, phantom_mesh(config), [])
         wanted: list[type[Strategy]] = [cls for cls in (DecodedRows, BandedVae) if cls.wanted(config)]
         pipe = SimpleNamespace(vae=vae)
-        try:
-            with ExitStack() as undo, alive:
-                strategies = [cls(context) for cls in wanted]
-                for strategy in strategies:
-                    strategy.attach(pipe, undo)
-                for strategy in strategies:
-                    strategy.begin_request(Request(pipe))
-                    undo.callback(strategy.end_request, True)
-                vae.decode(torch.empty(latents, dtype=dtype), return_dict=False)
-        except FAILURES as error:
-            raise LayoutError(
-                f"{kind} cannot run without values, so what decoding needs is not known: {first_line(error)}"
-            ) from error
+        with failures_named(kind, "decoding"), ExitStack() as undo, alive:
+            strategies = [cls(context) for cls in wanted]
+            for strategy in strategies:
+                strategy.attach(pipe, undo)
+            for strategy in strategies:
+                strategy.begin_request(Request(pipe))
+                undo.callback(strategy.end_request, True)
+            vae.decode(torch.empty(latents, dtype=dtype), return_dict=False)
         return Needs(weight_bytes(vae), alive.peak)
 
 
@@ -424,7 +402,7 @@ def walk_encoder(
 ) -> Needs:
     """A text encoder's run over one prompt on a rank that holds it, whole, in slices or sharded.
 
-    ``tokens``: of the prompt, at most as many as the model has positions for.
+    ``tokens``: of the prompt, at most as many as the model has positions for. Raises as `decode`.
     """
     model = encoder_on_meta(kind, settings)
     most = getattr(model.config, "max_position_embeddings", None) or tokens
@@ -438,14 +416,6 @@ def walk_encoder(
             for tensor in model.parameters():
                 alive.hold(tensor)
         weights = weight_bytes(model, _units(sharded, alive))
-        for several in (True, False):
-            try:
-                with alive:
-                    ids = torch.zeros(1, min(tokens, most), dtype=torch.long)
-                    model(input_ids=ids, **({"output_hidden_states": True} if several else {}))
-                return Needs(weights, alive.peak)
-            except FAILURES as error:
-                log.debug("%s does not run without values: %s", kind, error)
-    # Streams of a token through the widest layer, which no encoder exceeds by much.
-    widest = max(prod(one.shape[:1]) for one in model.parameters())
-    return Needs(weights, 4.0 * tokens * min(widest, 65536) * dtype.itemsize)
+        with failures_named(kind, "encoding"), alive:
+            model(input_ids=torch.zeros(1, min(tokens, most), dtype=torch.long), output_hidden_states=True)
+    return Needs(weights, alive.peak)

@@ -22,10 +22,9 @@ _LARGEST_UNIT = 64
 
 @dataclass(frozen=True)
 class Band:
-    """The cut of one dimension of a tensor.
+    """The cut of one dimension ``dim`` of a tensor.
 
     Attributes:
-        dim: the dimension.
         rows: elements of every rank, in the order of the ranks; some may have none.
         runs: how often that repeats along the dimension: once for every frame, where frames and rows are flattened.
     """
@@ -52,13 +51,9 @@ class Band:
         """The same cut of another dimension."""
         return self if dim == self.dim else replace(self, dim=dim)
 
-    def scaled(self, factor: int) -> Band:
-        """Every row has become several."""
-        return replace(self, rows=tuple(rows * factor for rows in self.rows))
-
-    def divided(self, factor: int) -> Band:
-        """Several neighbouring rows, all of them on one rank, have become one."""
-        return replace(self, rows=tuple(rows // factor for rows in self.rows))
+    def scaled(self, factor: int, divisor: int = 1) -> Band:
+        """Every row has become several, or several neighbouring rows, all of them on one rank, have become one."""
+        return replace(self, rows=tuple(rows * factor // divisor for rows in self.rows))
 
     def rounded(self, multiple: int) -> Band | None:
         """The cut with borders moved down to the next multiple; None: the whole is none. For a single run."""
@@ -74,9 +69,8 @@ class Band:
 
     def extended(self, before: int, after: int) -> Band:
         """The cut with rows put before the first and behind the last one. For a single run."""
-        return replace(
-            self, rows=tuple(rows + sum(self.margins(rank, before, after)) for rank, rows in enumerate(self.rows))
-        )
+        rows = tuple(rows + sum(self.margins(rank, before, after)) for rank, rows in enumerate(self.rows))
+        return replace(self, rows=rows)
 
     def kept(self, start: int, stop: int) -> Band:
         """Rows from ``start`` to ``stop`` alone are left. For a single run."""

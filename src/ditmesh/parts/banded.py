@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -45,15 +46,11 @@ class Bands:
     Args:
         rules: what a rank does, by operation of aten, all its overloads, or else by family.
         functions: the same for functions of torch that are to be seen before torch takes them apart, by name.
-
-    Attributes:
-        whole: how often an operation was computed on whole tensors, by its name.
     """
 
-    def __init__(
-        self, link: Link, rules: Mapping[Any, BandRule], functions: Mapping[str, Callable[..., Any]] | None = None
-    ) -> None:
-        self.link, self.rules, self.functions = link, rules, functions or {}
+    def __init__(self, link: Link, rules: Mapping[Any, BandRule], functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.link, self.rules, self.functions = link, rules, functions
+        # How often an operation was computed on whole tensors, by its name.
         self.whole: Counter[str] = Counter()
         # Whole copies that stand for views, and how often they had been written to.
         self._lent: list[tuple[Tensor, int]] = []
@@ -68,11 +65,7 @@ class Bands:
         return view
 
     def finish(self) -> None:
-        """The end of a call.
-
-        Raises:
-            UncuttableOperation: what was lent has been written to, and the tensor it stands for does not know.
-        """
+        """End a call; an `UncuttableOperation` if what was lent has been written to, which its tensor does not know."""
         lent, self._lent = self._lent, []
         if any(view._version != version for view, version in lent):
             raise UncuttableOperation("something was written to a view of rows for which there is no rule")
@@ -100,42 +93,33 @@ class Bands:
         """Rows that this rank wants, in pieces: those above its own, its own, and those below. Collective.
 
         Args:
-            local: this rank's rows, of a cut with a single run.
-            band: how they are cut.
+            local: this rank's rows, cut as ``band`` with a single run.
             wanted: for every rank ``(start, stop)`` of the rows it wants, within the whole.
         """
-        me, ranks, spans = self.rank, range(self.link.size), band.spans()
-
-        def common(owner: int, asking: int) -> tuple[int, int]:
-            (start, stop), (first, last) = spans[owner], wanted[asking]
-            low, high = max(start, first), min(stop, last)
-            return low - start, max(0, high - low)
+        me, ranks = self.rank, range(self.link.size)
+        # Of the rows of every rank those that every rank wants, from where to where.
+        common = [[(max(a, c), min(b, d)) for c, d in wanted] for a, b in band.spans()]
+        start = band.spans()[me][0]
 
         def rows(asking: int) -> list[Tensor]:
-            start, length = common(me, asking)
-            return [local.narrow(band.dim, start, length)] if length else []
+            first, stop = common[me][asking]
+            return [local.narrow(band.dim, first - start, stop - first)] if first < stop else []
 
-        if not any(common(owner, asking)[1] for owner in ranks for asking in ranks if owner != asking):
+        if not any(common[owner][asking][0] < common[owner][asking][1] for owner, asking in permutations(ranks, 2)):
             return [], rows(me), []
-        shape = local.shape
-        shapes = [
-            [(*shape[: band.dim], length, *shape[band.dim + 1 :])] if (length := common(owner, me)[1]) else []
-            for owner in ranks
-        ]
+        before, behind = local.shape[: band.dim], local.shape[band.dim + 1 :]
+        pieces = [common[owner][me] for owner in ranks]
+        shapes = [[(*before, stop - first, *behind)] if first < stop else [] for first, stop in pieces]
         # An exchange reads the dtype from what a rank has for itself.
-        outgoing = [rows(peer) if peer != me else [local] for peer in ranks]
-        received = self.link.all_to_all(outgoing, shapes)
-        above = [piece for owner in ranks[:me] for piece in received[owner]]
-        return above, rows(me), [piece for owner in ranks[me + 1 :] for piece in received[owner]]
+        received = self.link.all_to_all([rows(peer) if peer != me else [local] for peer in ranks], shapes)
+        return [*chain(*received[:me])], rows(me), [*chain(*received[me + 1 :])]
 
 
 class Banded(PartTensor):
     """A tensor with its rows split into bands; see the module.
 
     Args:
-        local: this rank's rows.
-        band: how they are cut.
-        like: a tensor of the whole one's shape and strides, without memory.
+        local: this rank's rows, cut as ``band``; like: a tensor of the whole one's shape and strides, without memory.
         copied: whether it stands for a view of another tensor, and does not share its memory.
     """
 
@@ -185,11 +169,7 @@ class Banded(PartTensor):
 
 
 class Operation(PartOperation[Banded]):
-    """One operation of aten with banded arguments.
-
-    Attributes:
-        target: the banded tensor that it writes to; None: it writes to none.
-    """
+    """One operation of aten with banded arguments; ``target``: the banded tensor that it writes to, or None."""
 
     kind = Banded
 
@@ -236,10 +216,15 @@ class Operation(PartOperation[Banded]):
         """The operation on whole tensors, on every rank; a result of the first operand's shape is cut again."""
         bands, first = self.bands, self.parts[0]
         bands.whole[str(self.func)] += 1
-        known: dict[int, Tensor] = {id(one): one.whole() for one in self.parts}
-        result = self.compute(*(known.get(id(leaf), leaf) for leaf in self.leaves))
+        wholes: dict[int, Tensor] = {id(one): one.whole() for one in self.parts}
+        result = self.compute(*(wholes.get(id(leaf), leaf) for leaf in self.leaves))
+        for argument, value in zip(self.func._schema.arguments, self.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Banded):
+                if wholes[id(value)].shape != value.shape:
+                    raise UncuttableOperation(f"{self.func} changes the shape of a tensor in place")
+                value.local.copy_(value.band.partition.take(wholes[id(value)], value.band.dim, bands.rank))
         if self.func._schema.is_mutable:
-            return self._written(result, known)
+            return result if self.target is None else self.target
 
         def cut(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -250,11 +235,3 @@ class Operation(PartOperation[Banded]):
             return Banded(local, first.band, meta_like(value), bands, is_view(self.func))
 
         return tree_map(cut, result)
-
-    def _written(self, result: Any, tensors: Mapping[int, Tensor]) -> Any:
-        for argument, value in zip(self.func._schema.arguments, self.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Banded):
-                if tensors[id(value)].shape != value.shape:
-                    raise UncuttableOperation(f"{self.func} changes the shape of a tensor in place")
-                value.local.copy_(value.band.partition.take(tensors[id(value)], value.band.dim, self.bands.rank))
-        return self.target if self.target is not None else result

@@ -1,14 +1,9 @@
 """The rules of torch operations on bands of rows, as data where possible.
 
-`BAND_RULES` maps operations of aten to rules. Most operations are in one of a few families:
-
-- *pointwise*: a rank computes its own rows (everything that torch itself tags as pointwise, and `_LIKE_POINTWISE`);
-- *along*: the operation works along some dimensions, which it names in an argument; local if rows are not among them;
-- *moves*: rows stay rows, and the cut moves with them (views, joins, shuffles of pixels);
-- *windows*: rows are needed from above and below (convolution, pooling); neighbours send them;
-- *global statistics*: group norm: its sums are added up over all ranks in float64;
-- *products*: matrices that are multiplied row by row, or over rows, and then their sums are added up;
-- *attention*: a rank has its rows' queries and asks all keys.
+`BAND_RULES` maps operations of aten to rules: pointwise ones; those along some dimensions, local if rows are not among
+them; moves, with which the cut moves (views, joins, shuffles of pixels); windows, for which neighbours send rows
+(convolution, pooling); statistics (group norm), whose sums are added up over all ranks in float64; products, row by row
+or with sums that are added up; and attention, where a rank has its rows' queries and asks all keys.
 """
 
 from __future__ import annotations
@@ -44,9 +39,6 @@ def _cut_of(value: Tensor, band: Band, bands: Bands) -> Tensor:
     return band.partition.take(value, band.dim, bands.rank)
 
 
-# --- pointwise ----------------------------------------------------------------------------------------------
-
-
 def pointwise(op: Operation) -> Outcome:
     """Every rank computes its own rows; what has as many rows and is not cut, or otherwise, is cut alike."""
     if op.func._schema.is_mutable and op.target is None:
@@ -69,39 +61,20 @@ def pointwise(op: Operation) -> Outcome:
     )
 
 
-# --- along some dimensions ----------------------------------------------------------------------------------
-
-
 def along(name: str) -> BandRule:
     """Rule of an operation along the dimensions in an argument (a number, several, or None: all of them)."""
-    return lambda op: _beside_rows(op, dims_of(op[name], op.parts[0].dim()))
 
+    def rule(op: Operation) -> Outcome:
+        x, dims = op.parts[0], dims_of(op[name], op.parts[0].dim())
+        if len(op.parts) > 1 or op.args[0] is not x or x.band.dim in dims:
+            return None
+        several = isinstance(op.likes, (list, tuple))
+        # A dimension that is lost moves those behind it.
+        lost = (op.likes[0] if several else op.likes).dim() < x.dim()
+        local, band = op.on_local(), x.band.at(x.band.dim - lost * sum(dim < x.band.dim for dim in dims))
+        return [HeldPart(one, band) for one in local] if several else HeldPart(local, band)
 
-def over_features(op: Operation) -> Outcome:
-    """Layer norm and its like: over the last dimensions."""
-    rank = op.parts[0].dim()
-    return _beside_rows(op, set(range(rank - len(op["normalized_shape"]), rank)))
-
-
-def over_channels(op: Operation) -> Outcome:
-    """Batch norm with known statistics: element by element."""
-    held = None if op["training"] else _beside_rows(op, {1})
-    # Statistics have no rows.
-    return held and [held[0], *(one.local for one in held[1:])]
-
-
-def _beside_rows(op: Operation, dims: set[int]) -> Outcome:
-    """An operation along dimensions among which rows are not. A dimension that is lost moves those behind it."""
-    x = op.parts[0]
-    if len(op.parts) > 1 or op.args[0] is not x or x.band.dim in dims:
-        return None
-    several = isinstance(op.likes, (list, tuple))
-    lost = 0 if (op.likes[0] if several else op.likes).dim() >= x.dim() else sum(dim < x.band.dim for dim in dims)
-    local, band = op.on_local(), x.band.at(x.band.dim - lost)
-    return [HeldPart(one, band) for one in local] if several else HeldPart(local, band)
-
-
-# --- moves --------------------------------------------------------------------------------------------------
+    return rule
 
 
 def viewed(op: Operation) -> Outcome:
@@ -167,9 +140,8 @@ def sliced(op: Operation) -> Outcome:
         return None
     first, last = x.band.spans()[op.bands.rank]
     low, high = max(start, first), min(stop, last)
-    return HeldPart(
-        x.local.narrow(dim, max(0, low - first) if high > low else 0, max(0, high - low)), x.band.kept(start, stop)
-    )
+    part = x.local.narrow(dim, low - first, high - low) if high > low else x.local.narrow(dim, 0, 0)
+    return HeldPart(part, x.band.kept(start, stop))
 
 
 def joined(op: Operation) -> Outcome:
@@ -196,7 +168,7 @@ def shuffled(op: Operation) -> Outcome:
     if more:
         return HeldPart(op.on_local(), x.band.scaled(more))
     cut = x.band.rounded(fewer)
-    return cut and HeldPart(op.on_local(self=_cut_of(x, cut, op.bands)), cut.divided(fewer))
+    return cut and HeldPart(op.on_local(self=_cut_of(x, cut, op.bands)), cut.scaled(1, fewer))
 
 
 def enlarged(op: Operation) -> Outcome:
@@ -211,12 +183,8 @@ def enlarged(op: Operation) -> Outcome:
     size = band.shape(after, op.bands.rank)
     if not prod(size):
         return HeldPart(x.local.new_empty(size), band)
-    if op["scale_factors"] is not None:
-        return HeldPart(op.on_local(), band)
-    return HeldPart(op.on_local(output_size=list(size[2:])), band)
-
-
-# --- windows ------------------------------------------------------------------------------------------------
+    changed = {"output_size": list(size[2:])} if op["scale_factors"] is None else {}
+    return HeldPart(op.on_local(**changed), band)
 
 
 def padded(name: str) -> BandRule:
@@ -335,9 +303,6 @@ def _with_borders(
     return result
 
 
-# --- global statistics --------------------------------------------------------------------------------------
-
-
 def group_norm(op: Operation) -> Outcome:
     """Group norm: sums of a group's elements and of their squares, in float64, are added up over all ranks."""
     x, groups = op["input"], op["group"]
@@ -376,9 +341,6 @@ def _moments(local: Tensor) -> Tensor:
     return result
 
 
-# --- products -----------------------------------------------------------------------------------------------
-
-
 def multiplied(op: Operation) -> Outcome:
     """Matrix products: rows of the result are a rank's where the factor's are, sums over rows are added up."""
     added = op.names[1] in ("mat1", "batch1")
@@ -393,7 +355,9 @@ def multiplied(op: Operation) -> Outcome:
         other = _cut_of(other, band, op.bands) if factor.dim() == 3 and band.dim == 0 else whole_of(other)
         changed = {name: factor.local, beside: other}
         if bias is not None:
-            changed["self"] = _bias(bias, band, op)
+            dim = bias.dim() - len(op.likes.shape) + band.dim
+            alike = dim < 0 or bias.shape[dim] == 1
+            changed["self"] = bias if alike else band.partition.take(bias, dim, op.bands.rank)
         return HeldPart(op.on_local(**changed), band)
     if bias is not None:
         return None
@@ -402,17 +366,6 @@ def multiplied(op: Operation) -> Outcome:
     return op.bands.link.all_reduce(
         op.func(_cut_of(left, cut, op.bands), _cut_of(right, cut.at(right.dim() - 2), op.bands))
     )
-
-
-def _bias(bias: Tensor, band: Band, op: Operation) -> Tensor:
-    """A rank's part of a product's bias."""
-    dim = bias.dim() - len(op.likes.shape) + band.dim
-    if dim < 0 or bias.shape[dim] == 1:
-        return bias
-    return band.partition.take(bias, dim, op.bands.rank)
-
-
-# --- attention ----------------------------------------------------------------------------------------------
 
 
 def attention(
@@ -433,29 +386,23 @@ def attention(
     band = query.band
     if is_causal:
         attn_mask, is_causal = query.local.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(), False
-    if band.dim < query.dim() - 2:
-        # A batch of attentions, such as one for each row.
-        key, value = (
-            _cut_of(one, band, bands) if one.shape[band.dim] == band.total else whole_of(one) for one in (key, value)
-        )
-    else:
-        key, value = whole_of((key, value))
-    if attn_mask is not None:
-        from_end = query.dim() - band.dim
-        if attn_mask.dim() >= from_end and attn_mask.shape[-from_end] == band.total:
-            attn_mask = _cut_of(attn_mask, band.at(attn_mask.dim() - from_end), bands)
-        else:
-            attn_mask = whole_of(attn_mask)
+    from_end = query.dim() - band.dim
+
+    def beside(tensor: Tensor, by_row: bool = True) -> Tensor:
+        """The part of a tensor that goes with a rank's queries, or all of it."""
+        if by_row and tensor.dim() >= from_end and tensor.shape[-from_end] == band.total:
+            return _cut_of(tensor, band.at(tensor.dim() - from_end), bands)
+        return whole_of(tensor)
+
+    # There may be a batch of attentions, such as one for each row.
+    key, value = (beside(tensor, from_end > 2) for tensor in (key, value))
+    attn_mask = None if attn_mask is None else beside(attn_mask)
     shape = (*query.shape[:-1], value.shape[-1])
-    size = band.shape(shape, bands.rank)
-    if prod(size):
+    local = query.local.new_empty(band.shape(shape, bands.rank))
+    if local.numel():
         local = sdpa(query.local, key, value, attn_mask, 0.0, is_causal, **settings)
-    else:
-        local = query.local.new_empty(size)
     return Banded(local, band, torch.empty(shape, dtype=local.dtype, device="meta"), bands)
 
-
-# --- the table ----------------------------------------------------------------------------------------------
 
 # Dimensions that they work along.
 _POOLS = {aten.avg_pool2d: 2, aten.avg_pool3d: 3}
@@ -476,9 +423,6 @@ BAND_RULES: dict[Any, BandRule] = {
             ("softmax _softmax log_softmax _log_softmax glu cumsum index_select", along("dim")),
             ("select split split_with_sizes unsafe_split unbind", along("dim")),
             ("flip roll", along("dims")),
-            ("native_layer_norm _fused_rms_norm", over_features),
-            ("native_batch_norm _native_batch_norm_legit_no_training", over_channels),
-            ("_native_batch_norm_legit cudnn_batch_norm", over_channels),
             ("view _unsafe_view _reshape_alias", viewed),
             ("permute transpose t", permuted),
             ("unsqueeze", unsqueezed),

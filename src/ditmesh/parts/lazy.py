@@ -2,23 +2,16 @@
 
 PipeFusion lets the first patch of an image start the next denoising step while the last one is still in this step.
 The pipeline and its scheduler know nothing of patches: between two calls of the transformer they compute with whole
-tensors. `LazyPatches` looks like a whole tensor and holds one *version* of it per patch: a tensor of full size of
-which only that patch's elements count, computed when it is read. What an operation does to a version it does
-to every one of them:
-
-- element by element (arithmetic, clamping, dtype) it acts on each version;
-- if it only moves elements (views, cuts, joins, transposition), the map of who owns which element moves alike;
-- if it reduces over elements of one owner (the norm of a token, a sum over the orders of a solver), so does the map.
-
-Everything else is computed on the whole tensor: all versions are computed and put together. That is slower, because
-it waits for the last patch, and never wrong.
+tensors. `LazyPatches` looks like one and holds a *version* of it per patch: a tensor of full size of which only that
+patch's elements count, computed when it is read. An operation acts on every version, and the map of who owns which
+element goes along, if it works element by element, only moves elements, or reduces over elements of one owner.
+Everything else waits for the last patch and is computed on the whole tensor: slower, and never wrong.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,26 +33,20 @@ class Deferred:
 
     Args:
         compute: called once; let go of afterwards, with all it holds.
-        depth: how many deferred values are computed one inside the other.
+        depth: how many deferred values are still to be computed one inside the other.
     """
 
-    __slots__ = ("_compute", "_depth", "_value")
+    __slots__ = ("_compute", "_value", "depth")
 
     def __init__(self, compute: Callable[[], Any], depth: int = 1) -> None:
         self._compute: Callable[[], Any] | None = compute
         self._value: Any = None
-        self._depth = depth
-
-    @property
-    def depth(self) -> int:
-        """The number of values still to be computed one inside the other."""
-        return 0 if self._compute is None else self._depth
+        self.depth = depth
 
     def get(self) -> Any:
         """The value."""
         if self._compute is not None:
-            self._value = self._compute()
-            self._compute = None
+            self._value, self._compute, self.depth = self._compute(), None, 0
         return self._value
 
 
@@ -69,21 +56,13 @@ class Owners:
     Attributes:
         of: int16, of the tensor's shape: number of the patch, or `SHARED_OWNER`.
         patches: how many patches there are, M.
-        lasting: whether the same map comes again in every step. One that does not (tokens picked by a tensor of
-            indices) is not remembered by those that do.
     """
 
     def __init__(self, of: Tensor, patches: int) -> None:
         self.of = of
         self.patches = patches
-        self.lasting = True
         # Results of operations on this map: pipelines do the same thing in every step.
         self._made: dict[Any, tuple[Any, Any]] = {}
-
-    @cached_property
-    def present(self) -> tuple[int, ...]:
-        """The patches that own an element, in order."""
-        return tuple(patch for patch in self.of.unique().tolist() if patch != SHARED_OWNER)
 
     def indices(self, patch: int) -> Tensor:
         """The places of a patch's elements, and of those common to all, in the flattened tensor: int64 (n,)."""
@@ -91,18 +70,11 @@ class Owners:
         return self.made(("indices", patch), lambda: ((flat == patch) | (flat == SHARED_OWNER)).nonzero().flatten())
 
     def made(self, key: Any, make: Callable[[], Any], others: Sequence[Owners] = ()) -> Any:
-        """The result of ``make`` from this map and others, remembered under ``key`` unless one of those is passing."""
-        if key in self._made:
-            return self._made[key][0]
-        result = make()
-        passing = [other for other in others if not other.lasting]
-        for one in result if isinstance(result, list) else [result]:
-            if isinstance(one, Owners) and one is not self and one not in others:
-                one.lasting = self.lasting and not passing
-        if not passing:
+        """The result of ``make`` from this map and others, remembered under ``key``."""
+        if key not in self._made:
             # The others live as long as the result is remembered: their ids may be in the key.
-            self._made[key] = (result, others)
-        return result
+            self._made[key] = (make(), others)
+        return self._made[key][0]
 
     def expanded(self, shape: torch.Size) -> Owners:
         """The map of the tensor expanded to a shape."""
@@ -126,9 +98,8 @@ class Owners:
 
         def make() -> Owners | None:
             top = self.of.amax(dims, keepdim=True)
-            if not bool(((self.of == top) | (self.of == SHARED_OWNER)).all()):
-                return None
-            return Owners(top if keepdim else self.of.amax(dims), self.patches)
+            alone = bool(((self.of == top) | (self.of == SHARED_OWNER)).all())
+            return Owners(top if keepdim else self.of.amax(dims), self.patches) if alone else None
 
         return self.made(("over", dims, keepdim), make)
 
@@ -137,8 +108,7 @@ class LazyPatches(PartTensor):
     """A tensor in M versions, of which version m holds the elements of patch m.
 
     Args:
-        like: a tensor of its shape, strides and dtype, on any device (``meta`` will do).
-        device: the device it stands for.
+        like: a tensor of its shape, strides and dtype; device: the one it stands for.
         owners: which patch owns which element.
         versions: a value per patch; None on a rank that holds none and learns the whole tensor only.
         assemble: returns a lazy tensor's whole tensor. Collective over the ranks that share the patches.
@@ -188,9 +158,10 @@ class LazyPatches(PartTensor):
     def assemble_whole(self) -> Tensor:
         """The whole tensor from all versions, on a rank that holds them."""
         tensor = torch.empty_strided(self.shape, _dense(self), dtype=self.dtype, device=self.device)
-        present = self.owners.present or (0,)
-        result = self.version(present[0])
-        for patch in present[1:]:
+        present = self.owners.made("present", self.owners.of.unique().tolist)
+        first, *others = [patch for patch in present if patch != SHARED_OWNER] or [0]
+        result = self.version(first)
+        for patch in others:
             result = torch.where(self.owners.of == patch, self.version(patch), result)
         return tensor.copy_(result)
 
@@ -206,12 +177,9 @@ class LazyPatches(PartTensor):
         return self._whole
 
     def map_versions(self, function: Callable[[Tensor], Tensor], like: Tensor, owners: Owners) -> LazyPatches:
-        """The result of a function on every version, such as an exchange with other ranks.
+        """The result, with these owners, of a function on every version, such as an exchange with other ranks.
 
-        Args:
-            function: of a version; called once per patch, in the order in which patches are wanted.
-            like: shape and dtype of the result.
-            owners: which patch owns which element of the result.
+        It is called once per patch, in the order in which patches are wanted; ``like``: shape and dtype of its result.
         """
         return LazyPatches(like, self.device, owners, _deferred(function, [self])[0], self._assemble)
 
@@ -222,7 +190,7 @@ class LazyPatches(PartTensor):
             for versions in _deferred(function, [self], count)
         ]
 
-    # --- what Python does without the dispatcher -----------------------------------------------------------
+    # What Python does without the dispatcher:
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.whole().numpy(*args, **kwargs)
@@ -277,6 +245,10 @@ def settled_of(value: Any) -> Any:
     return value._whole if isinstance(value, LazyPatches) and value._whole is not None else value
 
 
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, LazyPatches)
+
+
 def _dense(tensor: Tensor) -> Sequence[int]:
     """Strides for a tensor that is written to: none is 0."""
     if all(stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -289,18 +261,14 @@ def _deferred(
 ) -> list[list[Deferred] | None]:
     """The versions of a function's result; of every one of ``count`` results, if it returns several.
 
-    Args:
-        function: takes the operands, of lazy ones a version.
-        operands: at least one of them lazy; all lazy ones held here, or none.
+    ``function`` takes the operands, of lazy ones a version. At least one is lazy; all lazy ones are held here, or none.
     """
     first = next(operand for operand in operands if isinstance(operand, LazyPatches))
     if not first.held:
         return [None] * (count or 1)
-    # Values that are not lazy are taken as they are now: the program may write to them before a version is computed.
-    now = [
-        leaf.clone() if isinstance(leaf, Tensor) and not isinstance(leaf, LazyPatches) else leaf for leaf in operands
-    ]
-    results: list[list[Deferred]] = [[] for _ in range(1 if count is None else count)]
+    # Plain tensors are taken as they are now: the program may write to them before a version is computed.
+    now = [leaf.clone() if _is_plain(leaf) else leaf for leaf in operands]
+    results: list[list[Deferred]] = [[] for _ in range(count or 1)]
     for patch in range(first.owners.patches):
         values = [leaf._versions[patch] if isinstance(leaf, LazyPatches) else leaf for leaf in now]  # type: ignore[index]
         waiting = [value for value in values if isinstance(value, Deferred)]
@@ -314,11 +282,9 @@ def _deferred(
             return function(*(value.get() if isinstance(value, Deferred) else value for value in values))
 
         together = Deferred(compute, depth)
-        if count is None:
-            results[0].append(together)
-        else:
-            for index, versions in enumerate(results):
-                versions.append(Deferred(lambda t=together, i=index: t.get()[i], depth + 1))
+        for index, versions in enumerate(results):
+            item = together if count is None else Deferred(lambda t=together, i=index: t.get()[i], depth + 1)
+            versions.append(item)
     return list(results)
 
 
@@ -331,14 +297,15 @@ class _Operation(PartOperation[LazyPatches]):
         super().__init__(func, *tree_map(settled_of, (args, kwargs)))
 
     @property
-    def has_one_source(self) -> bool:
-        """True if the lazy tensors' versions are in the same places."""
+    def rule(self) -> Callable[[_Operation, list[Tensor]], list[Owners] | None] | None:
+        """That of its family; None also if the lazy tensors' versions are in different places."""
         first = self.parts[0]
-        return all(lazy._assemble == first._assemble and lazy.held == first.held for lazy in self.parts)
+        together = all(lazy._assemble == first._assemble and lazy.held == first.held for lazy in self.parts)
+        return _RULES.get(op_family(self.func)) if together else None
 
     def by_version(self) -> Any:
         """The result as lazy tensors; None if it cannot be computed version by version."""
-        rule = _RULES.get(op_family(self.func)) if self.has_one_source else None
+        rule = self.rule
         if rule is None:
             return None
         try:
@@ -357,26 +324,19 @@ class _Operation(PartOperation[LazyPatches]):
             LazyPatches(like, device, owner, of, first._assemble)
             for like, owner, of in zip(likes, owners, versions, strict=True)
         ]
-        if is_view(self.func):
-            for index, view in enumerate(lazies):
-                self._note_view(view, index if several else None)
+        base, before = first if first._origin is None else first._origin, first._recipe
+        for index, view in enumerate(lazies) if is_view(self.func) else ():
+
+            def recipe(whole: Tensor, index: int = index) -> Tensor:
+                result = self.func(whole if before is None else before(whole), *self.args[1:], **self.kwargs)
+                return result[index] if several else result
+
+            view._origin, view._recipe = base, recipe
+            base._views = [reference for reference in base._views if reference() is not None]
+            base._views.append(weakref.ref(view))
         return lazies if several else lazies[0]
 
-    def _note_view(self, view: LazyPatches, index: int | None) -> None:
-        """Note of what, and how, a result is a view."""
-        of = self.parts[0]
-        base, before = of if of._origin is None else of._origin, of._recipe
-
-        def recipe(whole: Tensor) -> Tensor:
-            start = whole if before is None else before(whole)
-            result = self.func(start, *self.args[1:], **self.kwargs)
-            return result if index is None else result[index]
-
-        view._origin, view._recipe = base, recipe
-        base._views = [reference for reference in base._views if reference() is not None]
-        base._views.append(weakref.ref(view))
-
-    # --- owners of the results: one map for each of ``likes``, or None if versions do not suffice ------------
+    # Rules find owners of the results: one map for each of ``likes``, or None if versions do not suffice.
 
     def elementwise(self, likes: list[Tensor]) -> list[Owners] | None:
         """Rule of an operation with results of its operands' elements, broadcast."""
@@ -395,10 +355,8 @@ class _Operation(PartOperation[LazyPatches]):
         first = self.parts[0].owners
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         joins = op_family(self.func) is OpFamily.JOIN
-        if not joins and (tensors[0] is not self.parts[0] or len(self.parts) > 1):
-            # A plain tensor that is indexed by a lazy one.
-            return None
-        if any(leaf.dtype == torch.bool for leaf in tensors[1:]) and not joins:
+        if not joins and len(tensors) > 1:
+            # Values of index tensors matter, and may be others in every step.
             return None
 
         def stand_in(leaf: Any) -> Any:
@@ -415,12 +373,6 @@ class _Operation(PartOperation[LazyPatches]):
                 return None
             several = isinstance(moved, (list, tuple))
             return [Owners(one.contiguous(), first.patches) for one in (moved if several else [moved])]
-
-        if not joins and len(tensors) > 1:  # index tensors: their values matter
-            moved = make()
-            for one in moved or []:
-                one.lasting = False
-            return moved
 
         def key_of(leaf: Any) -> Any:
             if isinstance(leaf, LazyPatches):
@@ -464,18 +416,16 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> LazyPatches:
     alone = target._origin is None and not any(reference() is not None for reference in target._views)
     if target._whole is None and alone:
         operation = _Operation(func, args, kwargs)
-        if op_family(func) is OpFamily.POINTWISE and operation.has_one_source:
-            owners = operation.elementwise([target])
-            if owners is not None:
+        if operation.rule is _Operation.elementwise and (owners := operation.elementwise([target])) is not None:
 
-                def on_a_copy(old: Tensor, *rest: Any) -> Tensor:
-                    new = old.clone()
-                    operation.compute(new, *rest)
-                    return new
+            def on_a_copy(old: Tensor, *rest: Any) -> Tensor:
+                new = old.clone()
+                operation.compute(new, *rest)
+                return new
 
-                target._versions = _deferred(on_a_copy, operation.leaves)[0]
-                target.owners = owners[0]
-                return target
+            target._versions = _deferred(on_a_copy, operation.leaves)[0]
+            target.owners = owners[0]
+            return target
     base = target if target._origin is None else target._origin
     for one in [base, *(reference() for reference in base._views)]:
         whole_of(one)

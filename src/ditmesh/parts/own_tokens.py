@@ -39,10 +39,7 @@ class OwnTokens(PartTensor):
 
     Operations that act on every token by itself give another one. Before everything else the tokens of all ranks are
     gathered, once: a collective, which is why all ranks have to do the same with it. No gradient passes through it.
-
-    Attributes:
-        own: this rank's tokens, of the whole tensor's shape but along one dimension.
-        along: the dimension of the tokens.
+    ``along`` is the dimension of the tokens.
     """
 
     own: Tensor
@@ -54,35 +51,19 @@ class OwnTokens(PartTensor):
 
     @staticmethod
     def of(own: Tensor, along: int, tokens: Partition, rank: int, gather: Callable[[Tensor], Tensor]) -> OwnTokens:
-        """The tensor of which this rank holds its part.
-
-        Args:
-            own: this rank's tokens.
-            along: their dimension.
-            tokens: all ranks' tokens.
-            gather: makes the whole of a tensor with this rank's tokens along that dimension.
-        """
+        """The tensor of which this rank holds its tokens ``own``; ``gather`` makes the whole of such a tensor."""
         shape = (*own.shape[:along], tokens.total, *own.shape[along + 1 :])
         made = Tensor._make_wrapper_subclass(OwnTokens, shape, dtype=own.dtype, device=own.device)
         made.own, made.along, made._whole = own, along, None
         made._tokens, made._rank, made._gather = tokens, rank, gather
         return made
 
-    def whole(self, wanted_by: str = "") -> Tensor:
-        """All ranks' tokens. The first time, they are gathered.
-
-        Args:
-            wanted_by: the operation that wants them, for the error of ranks that do not come.
-
-        Raises:
-            DistError: as the gathering does; names the operation.
-        """
+    def whole(self, wanted_by: str = "the model's result") -> Tensor:
+        """All ranks' tokens, gathered the first time; a `DistError` of ranks that do not come names ``wanted_by``."""
         if self._whole is None:
             try:
                 self._whole = self._gather(self.own)
             except torch.distributed.DistError as error:
-                if not wanted_by:
-                    raise
                 raise type(error)(
                     f"{error} ({wanted_by!r} behind the last block wants the tokens of all ranks: where a hook or a "
                     "debug print on one rank calls it, let every rank call it)"
@@ -121,9 +102,7 @@ class OwnTokens(PartTensor):
         family = FUNCTION_FAMILIES.get(func)
         if family is OpFamily.POINTWISE:
             parts = [self._beside(value) for value in args]
-            if any(part is None for part in parts):
-                return None
-            if kwargs and any(isinstance(value, Tensor) for value in kwargs.values()):
+            if any(part is None for part in parts) or any(isinstance(value, Tensor) for value in kwargs.values()):
                 return None
             return self._like(func(*parts, **kwargs))
         if family is None or args[0] is not self or not all(map(_plain, tree_leaves((args[1:], kwargs)))):
@@ -166,11 +145,8 @@ class PerToken(Tensor):
     """A whole tensor that is cut to a rank's part wherever it meets tensors of that part's length.
 
     What is computed of it alone (a product with a scale, another dtype) is again one. A ControlNet's residual is
-    such a tensor: the model adds it to cut tokens between blocks, and to whole ones behind the last block.
-
-    Attributes:
-        whole, part: of the same shape but along one dimension.
-        along: the dimension of the tokens.
+    such a tensor: the model adds it to cut tokens between blocks, and to whole ones behind the last block. ``whole``
+    and ``part`` are of the same shape but along the dimension ``along``.
     """
 
     whole: Tensor

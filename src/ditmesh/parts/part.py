@@ -42,12 +42,7 @@ class PartTensor(Tensor):
 
 
 def whole_of(value: Any, kind: type[PartTensor] = PartTensor) -> Any:
-    """A value, such as a model's output, with whole tensors in the place of part tensors. Collective.
-
-    Args:
-        value: any; lists, tuples, dicts and outputs of diffusers are looked into.
-        kind: the part tensors that are replaced.
-    """
+    """A value, such as a model's output, with whole tensors in the place of part tensors of a kind. Collective."""
     return tree_map(lambda leaf: leaf.whole() if isinstance(leaf, kind) else leaf, value)
 
 
@@ -56,10 +51,7 @@ class PartOperation(Generic[P]):
 
     Attributes:
         kind: the part tensors that count; others are taken for plain ones.
-        func: the operation.
-        args, kwargs: what it is called with.
-        leaves, form: the same as pytree has it, the leaves one after the other.
-        parts: the part tensors among them.
+        leaves, form: the arguments as pytree has them; ``parts``: the part tensors among them.
     """
 
     kind: ClassVar[type[Any]]
@@ -67,8 +59,7 @@ class PartOperation(Generic[P]):
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.leaves, self.form = tree_flatten((args, kwargs))
-        kind = self.kind
-        self.parts: list[P] = [leaf for leaf in self.leaves if isinstance(leaf, kind)]
+        self.parts: list[P] = [leaf for leaf in self.leaves if isinstance(leaf, self.kind)]
         self._likes: Any = None
 
     @property
@@ -95,9 +86,8 @@ class PartOperation(Generic[P]):
         """The results on one device: shapes, strides and dtypes, as tensors without memory."""
         if self._likes is None:
             args, kwargs = tree_unflatten([meta_like(leaf) for leaf in self.leaves], self.form)
-            kwargs.pop("device", None)
-            kwargs.pop("pin_memory", None)
-            self._likes = self.func(*args, **kwargs)
+            options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+            self._likes = self.func(*args, **options)
         return self._likes
 
 

@@ -62,6 +62,10 @@ def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None
     return tuple(-length for length in best[blocks][2])
 
 
+# Names in diffusers' blocks for modules that work on a vector or on the short text stream, not on image tokens.
+_BESIDE_IMAGE = ("norm", "ada", "mod", "context", "add_", "txt", "text", "temb", "time", "to_k_ip", "to_v_ip")
+
+
 def blocks_of(model: nn.Module, layout: TokenLayout) -> list[tuple[str, nn.Module]]:
     """Every block with its path, in the order of the layout's lists."""
     return [
@@ -77,7 +81,7 @@ def estimated_costs(model: nn.Module, layout: TokenLayout) -> list[float]:
     for _, block in blocks_of(model, layout):
         shapes = [(path, shape_of(parameter)) for path, parameter in block.named_parameters()]
         weights = [(path, shape.numel()) for path, shape in shapes if len(shape) >= 2]
-        work = sum(count for path, count in weights if not any(mark in path.lower() for mark in layout.beside_image))
+        work = sum(count for path, count in weights if not any(mark in path.lower() for mark in _BESIDE_IMAGE))
         costs.append(float(work or sum(count for _, count in weights) or 1))
     return costs
 
