@@ -74,13 +74,13 @@ def test_virtual_ranks_are_stale_by_exactly_one_step(ring, predict):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        pytest.param("Flux", {"text": "shard"}, marks=pytest.mark.matrix),
+        ("Flux", {"text": "shard"}),
         ("Flux", {"text": "replicate", "compress": "int8"}),
         ("SD3", {"text": "shard", "compress": "int4", "predict": "linear"}),
         ("DiT", {"compress": "int4", "warmup": "fixed(0)"}),
         ("SD3", {"exchange": "naive"}),
-        pytest.param("QwenImage", {"text": "replicate", "warmup": "fixed(0)"}, marks=pytest.mark.matrix),
-        pytest.param("Mochi", {}, marks=pytest.mark.matrix),
+        ("QwenImage", {"text": "replicate", "warmup": "fixed(0)"}),
+        ("Mochi", {}),
     ],
     ids=str,
 )
@@ -185,7 +185,7 @@ def traffic(name: str, config: dict[str, Any], size: Any) -> tuple[int, int, int
 @pytest.mark.parametrize(
     ("compress", "predict"),
     [
-        *((name, "none") for name in (None, "bf16", "int8", "int4")),
+        *((name, "none") for name in (None, "fp16", "bf16", "int8", "int4")),
         *((name, "linear") for name in (None, "int4")),
     ],
 )

@@ -159,7 +159,7 @@ def _other(value: Any) -> Any:
     return [_other(item) for item in value]
 
 
-@pytest.mark.parametrize("name", ["SD3", "Flux", "Wan", "LTX2"])
+@pytest.mark.parametrize("name", ["SD3", "Flux", "QwenImage", "Wan", "ZImage", "PixArt", "LTX2"])
 def test_reviewed_classes(name):
     part, modules = share(tiny(name), inputs(name, RAGGED))
     assert modules
@@ -237,10 +237,9 @@ def drawn(name: str, config: dict[str, Any], frees: bool = False, **more: Any) -
     "config",
     [
         {"ulysses": 2},
-        *(
-            pytest.param(more, marks=pytest.mark.matrix)
-            for more in ({"cfg": 2}, {"data": 2}, {"ring": 2, "exchange": "gather"})
-        ),
+        {"cfg": 2},
+        {"data": 2},
+        {"ring": 2, "exchange": "gather"},
         {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
         {"ulysses": 2, "reproducible": True},
         {"tensor": 2},
@@ -254,7 +253,7 @@ def test_latents_keep_their_bits_on_ranks(ranks, name, config):
         assert "reproducible" in config or (hits > 1 and modules > 5)
 
 
-@pytest.mark.parametrize("name", ["sd3", pytest.param("flux", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_weights_leave_while_it_denoises(name):
     same, hits, _ = drawn(name, {}, frees=True, steps=5, calls=[{}, {"seed": 3}, {"steps": 3}])
     assert same
@@ -318,7 +317,7 @@ def test_a_change_inside_of_a_request_is_seen(change):
     "scheduler",
     ["FlowMatchHeunDiscreteScheduler", "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"],
 )
-@pytest.mark.parametrize("more", [{}, pytest.param({"guidance_scale": 1.0}, marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize("more", [{}, {"guidance_scale": 1.0}], ids=str)
 def test_samplers_and_guidance(scheduler, more):
     pipe = PIPELINES["sd3"]()
     kind = getattr(diffusers, scheduler)

@@ -60,11 +60,10 @@ def called(config: dict[str, Any], what: str, name: str = "sd3") -> str:
     "config",
     [
         {"ulysses": 2},
+        {"tensor": 2},
         {"cfg": 2},
-        *(
-            pytest.param(more, marks=pytest.mark.matrix)
-            for more in ({"tensor": 2}, {"data": 2}, {"ulysses": 2, "reproducible": True})
-        ),
+        {"data": 2},
+        {"ulysses": 2, "reproducible": True},
         {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
     ],
     ids=str,

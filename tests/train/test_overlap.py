@@ -111,9 +111,7 @@ def given(tmp_path_factory):
     ("more", "overlaps"),
     [
         ({"parallel": {"data": 2}, "data_speeds": [3, 1]}, True),
-        pytest.param(
-            {"parallel": {"data": 2}, "train_modules": ["transformer", "text_encoder"]}, True, marks=pytest.mark.matrix
-        ),
+        ({"parallel": {"data": 2}, "train_modules": ["transformer", "text_encoder"]}, True),
         ({"parallel": {"data": 2}, "sharding": "none"}, False),
         pytest.param({"parallel": {"ulysses": 2}}, True, marks=pytest.mark.matrix),
         pytest.param({"parallel": {"data": 2}, "reproducible": True}, False, marks=pytest.mark.matrix),

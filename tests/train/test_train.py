@@ -248,7 +248,6 @@ def test_the_command_trains_and_exports(data, tmp_path, capfd):
     assert "\n1 step after 2 steps before in " in f"\n{capfd.readouterr().out}"
 
 
-@pytest.mark.matrix
 @pytest.mark.usefixtures("kept_ranks")
 def test_the_command_exports_adapters(data, tmp_path, capfd):
     file = tmp_path / "run.yaml"

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 import ditmesh
 from ditmesh.train.optimizer.optimizers import check_optimizer, make_optimizer
 from ditmesh.train.trainer import Trainer
-from support.sample import sampled
 from support.train import configured, folder_of, save_pipeline, settings
 
 # Settings of an optimizer that moves the weights of four steps visibly.
@@ -52,7 +51,9 @@ def steps(given, until=None):
         return outcome.losses, t.state.weights_digest(), outcome.unsaved
 
 
-@pytest.mark.parametrize("name", sampled(["AdamW8bit", "SGD", "Prodigy", "Adafactor", "torch.optim.RMSprop"], of=2))
+@pytest.mark.parametrize(
+    "name", ["SGD", "Adafactor", "AdamW8bit", "Prodigy", pytest.param("torch.optim.RMSprop", marks=pytest.mark.matrix)]
+)
 def test_a_run_that_stopped_goes_on_to_the_bit(given, tmp_path, name):
     whole, weights, unsaved = steps(given(name))
     assert not unsaved
@@ -79,11 +80,11 @@ def test_states_of_eight_bits_are_saved_as_bytes(given, tmp_path):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
+        ("Prodigy", {"parallel": {"ulysses": 2}}),
         ("SGD", {"parallel": {"data": 2}, "sharding": "fsdp"}),
         *(
             pytest.param(name, more, marks=pytest.mark.matrix)
             for name, more in (
-                ("Prodigy", {"parallel": {"ulysses": 2}}),
                 ("SGD", {"parallel": {"tensor": 2}}),
                 ("Adam", {"parallel": {"tensor": 2, "data": 2}, "sharding": "fsdp"}),
                 ("AdamW8bit", {"parallel": {"data": 2}}),
@@ -106,7 +107,6 @@ def test_ranks_learn_as_one_device_and_one_goes_on(ranks, given, tmp_path, name,
     assert max(abs(found[step] / alone[step] - 1) for step in alone) <= 2e-5
 
 
-@pytest.mark.matrix
 def test_reproducible_on_any_ranks(ranks, given, tmp_path):
     more = {"reproducible": True, "max_train_steps": 2}
     alone = steps(given("Prodigy", **more))[:2]
