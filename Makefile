@@ -55,7 +55,7 @@ test-rules: $(BIN)/ditmesh  ## the tests of several ranks over a process group t
 
 # What torch itself compares: kind, shapes and dtype of every collective. It numbers messages over gloo among collectives, so that
 # ranks of one group with unequal numbers of messages (tests/comm, stages) look unlike; over NCCL they are numbered apart.
-ON_DETAIL := rules/test_on_rules.py tests/strategies/test_parity.py tests/strategies/test_displaced.py
+ON_DETAIL := tests/strategies/test_parity.py tests/strategies/test_displaced.py
 test-detail: $(BIN)/ditmesh  ## tests of several ranks under torch's comparison of collectives
 	OMP_NUM_THREADS=1 TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest -q -m "not matrix" $(ON_DETAIL)
 

@@ -161,8 +161,6 @@ def has_kernels(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
 
 # --- the device ------------------------------------------------------------------------------------------------------
 
-# In place, of lists of tensors, and with no stand-in for fake ones: they have values alone.
-VALUES_ALONE = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"}
 # Their mean and deviation are float32 on a GPU, also where the input is of half precision.
 STATISTICS = {"native_layer_norm", "native_group_norm", "_fused_rms_norm"}
 # Views and what only makes memory: no kernel is launched.
@@ -238,11 +236,6 @@ class FakeDevice(TorchDispatchMode):
                 given = tree_map_only(Tensor, lambda one: torch.empty_like(self.values(one), device="meta"), args)
                 return func(*given, **kwargs)
         found = self._with_values(func, args, kwargs)
-        if name in VALUES_ALONE:
-            if not all(one.is_cuda for one in tensors):
-                raise RuntimeError(f"{name} expects all tensors to be on the same device")
-            self.launches[name] += 1
-            return args[0] if isinstance(found, Tensor) else None
         if name in INDEXING and any(isinstance(one, Tensor) and not one.is_cuda for one in args[1]):
             # torch takes indices on the host, and copies them.
             self.looks.append(Look(f"{name} by a CPU tensor", *asked_by(__file__)[:2]))
@@ -371,22 +364,6 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._scaled_dot_product_flash_attention: _flash,
     torch.ops.aten._scaled_dot_product_efficient_attention: _efficient,
 }
-
-
-def move_(module: nn.Module) -> nn.Module:
-    """Move a module's parameters and buffers to ``cuda``, in place; inside of a `FakeDevice`."""
-    memo: dict[int, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in memo:
-                    moved = parameter.detach().to("cuda")
-                    memo[id(parameter)] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
-                part._parameters[name] = memo[id(parameter)]
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = buffer.to("cuda")
-    return module
 
 
 def _moving() -> Callable[..., nn.Module]:
@@ -527,27 +504,6 @@ def _side_by_side(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _memory() -> property:
-    """What stands in for `Tensor.data`: memory of the host is exchanged for memory of the device, and back.
-
-    Fake tensors are of another class: two objects are exchanged, and what holds one holds the other then.
-    """
-    data: Any = Tensor.data
-
-    def put(self: Any, value: Tensor) -> None:
-        if isinstance(self, FakeTensor) == isinstance(value, FakeTensor):
-            data.__set__(self, value)
-            return
-        weight = isinstance(self, nn.Parameter)
-        made: Any = nn.Parameter(value, requires_grad=self.requires_grad) if weight else value.detach()
-        # As `torch.utils.swap_tensors` does, which refuses tensors that fake ones remember weakly.
-        self.__class__, made.__class__ = made.__class__, self.__class__
-        self.__dict__, made.__dict__ = made.__dict__, self.__dict__
-        torch._C._swap_tensor_impl(self, made)
-
-    return property(lambda self: data.__get__(self), put)
-
-
 def _wrapped(make: Callable[..., Any]) -> Callable[..., Any]:
     """`Tensor._make_subclass` that takes a tensor of the device as well, such as a ControlNet's residuals.
 
@@ -561,16 +517,6 @@ def _wrapped(make: Callable[..., Any]) -> Callable[..., Any]:
             with unset_fake_temporarily(), no_dispatch():
                 given = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
         return make(kind, given, *others, **named)
-
-    return call
-
-
-def _as_weight(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A weight of the class of a fake one, as accelerate makes it: on a GPU the class is that of all weights."""
-
-    def call(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        is_weight = len(args) == 1 and kwargs.keys() <= {"requires_grad"}
-        return nn.Parameter(*args, **kwargs) if is_weight else make(kind, *args, **kwargs)
 
     return call
 
@@ -698,8 +644,6 @@ def cuda(found: bool = False) -> Iterator[FakeDevice]:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         if found:
             stack.enter_context(mock.patch.object(torch, "tensor", _of_device(torch.tensor)))
-            stack.enter_context(mock.patch.object(Tensor, "data", _memory()))
-            stack.enter_context(mock.patch.object(FakeTensor, "__new__", _as_weight(FakeTensor.__new__)))
             stack.enter_context(mock.patch.object(Tensor, "_make_subclass", _wrapped(Tensor._make_subclass)))
             # One function: ditmesh asks whether another has taken the place of torch's.
             plain = nn.functional.scaled_dot_product_attention is intercept.sdpa

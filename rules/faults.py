@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from .group import SETTINGS, RuleBroken, register
+from .group import SETTINGS, RuleBroken, register, ruled
 
 # Seconds. Those that wait in vain say so after that.
 DEADLINE = 1.0
@@ -59,7 +62,9 @@ def right() -> None:
         dist.reduce_scatter_tensor(half, torch.arange(4.0), group=group)
         assert half.tolist() == ([4.0, 6.0] if rank else [0.0, 2.0])
         box = [None, None]
-        dist.all_gather_object(box, rank)
+        with ruled():
+            dist.all_gather_object(box, rank, group=group)
+        assert box == [0, 1]
         got, sent = torch.empty(2), torch.full((2,), float(rank))
         moves = [dist.P2POp(dist.irecv, got, 1 - rank, group), dist.P2POp(dist.isend, sent, 1 - rank, group)]
         group.batch(moves).wait()
@@ -69,131 +74,114 @@ def right() -> None:
         dist.barrier(group=group)
 
 
-def collective_left_out() -> None:
-    rank = dist.get_rank()
+def _summed(wrong: Callable[[], Tensor]) -> None:
     with _groups() as (group,):
-        if rank == 0:
+        dist.all_reduce(wrong(), group=group)
+
+
+def _collective_left_out() -> None:
+    with _groups() as (group,):
+        if dist.get_rank() == 0:
             dist.all_reduce(torch.ones(3), group=group)
         dist.broadcast(torch.ones(2), 0, group=group)
 
 
-def last_collective_left_out() -> None:
-    rank = dist.get_rank()
+def _last_collective_left_out() -> None:
     with _groups() as (group,):
-        dist.all_reduce(torch.ones(3), group=group)
-        if rank == 0:
+        for _ in range(2 - dist.get_rank()):
             dist.all_reduce(torch.ones(3), group=group)
 
 
-def sends_swapped() -> None:
+def _sends_swapped() -> None:
     rank = dist.get_rank()
     with _groups() as (group,):
         tensors = [torch.ones(4), torch.ones(8)]
         move = dist.isend if rank == 0 else dist.irecv
-        works = [move(one, 1 - rank, group) for one in (tensors if rank == 0 else reversed(tensors))]
-        for work in works:
+        for work in [move(one, 1 - rank, group) for one in (tensors if rank == 0 else reversed(tensors))]:
             work.wait()
 
 
-def written_in_flight() -> None:
+def _in_flight(faulty: int, fault: Callable[[list[Tensor]], object]) -> None:
+    """A message of the first rank to the second, and what one of them does with its tensor meanwhile."""
     rank = dist.get_rank()
     with _groups(delay="late") as (group,):
-        tensor = torch.ones(4)
-        work = (dist.isend if rank == 0 else dist.irecv)(tensor, 1 - rank, group)
-        if rank == 0:
-            tensor.add_(1)
+        held = [torch.ones(4)]
+        work = (dist.isend if rank == 0 else dist.irecv)(held[0], 1 - rank, group)
+        assert rank == 0 or held[0].isnan().all()
+        if rank == faulty:
+            fault(held)
         work.wait()
 
 
-def output_written_in_flight() -> None:
-    rank = dist.get_rank()
-    with _groups(delay="late") as (group,):
-        tensor = torch.ones(4)
-        work = (dist.isend if rank == 0 else dist.irecv)(tensor, 1 - rank, group)
-        if rank == 1:
-            assert tensor.isnan().all()
-            tensor.zero_()
-        work.wait()
-
-
-def freed_in_flight() -> None:
-    rank = dist.get_rank()
-    with _groups(delay="late") as (group,):
-        tensor = torch.ones(4)
-        work = (dist.isend if rank == 0 else dist.irecv)(tensor, 1 - rank, group)
-        if rank == 0:
-            del tensor
-        work.wait()
-
-
-def objects_over_the_group() -> None:
-    from .group import ruled
-
+def _objects_over_the_group() -> None:
     with ruled(), _groups(objects=False) as (group,):
         dist.all_gather_object([None, None], dist.get_rank(), group=group)
 
 
-def int16() -> None:
-    with _groups() as (group,):
-        dist.all_reduce(torch.ones(3, dtype=torch.int16), group=group)
-
-
-def strides() -> None:
-    with _groups() as (group,):
-        dist.all_reduce(torch.ones(3, 4).t(), group=group)
-
-
-def to_itself() -> None:
+def _to_itself() -> None:
     with _groups() as (group,):
         group.send([torch.ones(1)], dist.get_rank(), 0)
 
 
-def another_device() -> None:
-    with _groups() as (group,):
-        dist.all_reduce(torch.ones(3, device="meta"), group=group)
-
-
-def tags() -> None:
+def _tags() -> None:
     with _groups() as (group,):
         dist.isend(torch.ones(1), 1 - dist.get_rank(), group, 3)
 
 
-def deadlock_by_order() -> None:
-    """Each rank waits in another group first."""
-    rank = dist.get_rank()
+def _own_order(waits: bool) -> None:
+    """Each rank comes to another group first. If nothing waits it may pass on a GPU, and to count on that is wrong."""
     with _groups(2) as groups:
-        for group in groups if rank == 0 else groups[::-1]:
-            dist.all_reduce(torch.ones(3), group=group)
-
-
-def another_order_over_groups() -> None:
-    """As before, but nothing waits: on a GPU it may hang, and it is always wrong to count on that it does not."""
-    rank = dist.get_rank()
-    with _groups(2) as groups:
-        order = groups if rank == 0 else groups[::-1]
+        order: Sequence[dist.ProcessGroup] = groups if dist.get_rank() == 0 else groups[::-1]
         tensors = [torch.ones(3) for _ in order]
-        works = [dist.all_reduce(one, group=group, async_op=True) for one, group in zip(tensors, order, strict=True)]
+        works = [
+            dist.all_reduce(one, group=group, async_op=not waits) for one, group in zip(tensors, order, strict=True)
+        ]
         for work in works:
-            work.wait()
+            if work is not None:
+                work.wait()
 
 
-def messages_in_a_queue() -> None:
+def _messages_in_a_queue() -> None:
     """Each rank waits for the other's message before it sends its own, without a batch: a deadlock in one queue."""
     rank = dist.get_rank()
-    with _groups(mode=str(SETTINGS.mode)) as (group,):
+    with _groups() as (group,):
         got, sent = torch.empty(2), torch.ones(2)
-        works = [dist.irecv(got, 1 - rank, group), dist.isend(sent, 1 - rank, group)]
-        for work in works:
+        for work in [dist.irecv(got, 1 - rank, group), dist.isend(sent, 1 - rank, group)]:
             work.wait()
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "collective_left_out": _collective_left_out,
+    "last_collective_left_out": _last_collective_left_out,
+    "sends_swapped": _sends_swapped,
+    "written_in_flight": partial(_in_flight, 0, lambda held: held[0].add_(1)),
+    "output_written_in_flight": partial(_in_flight, 1, lambda held: held[0].zero_()),
+    "freed_in_flight": partial(_in_flight, 0, lambda held: held.clear()),
+    "objects_over_the_group": _objects_over_the_group,
+    "int16": partial(_summed, lambda: torch.ones(3, dtype=torch.int16)),
+    "strides": partial(_summed, lambda: torch.ones(3, 4).t()),
+    "to_itself": _to_itself,
+    "another_device": partial(_summed, lambda: torch.ones(3, device="meta")),
+    "tags": _tags,
+    "deadlock_by_order": partial(_own_order, True),
+    "another_order_over_groups": partial(_own_order, False),
+    "messages_in_a_queue": _messages_in_a_queue,
+}
+
+
+def found(fault: str) -> str:
+    """What the rules say of one of `FAULTS` on this rank."""
+    try:
+        FAULTS[fault]()
+    except (RuleBroken, dist.DistBackendError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def aborted() -> float:
     """Seconds from an abort on another thread to the end of waiting."""
-    import threading
-
-    rank = dist.get_rank()
     with _groups() as (group,):
-        if rank == 1:
+        if dist.get_rank() == 1:
             return 0.0
         aborted_at = [0.0]
 
@@ -205,12 +193,3 @@ def aborted() -> float:
         with pytest.raises(dist.DistBackendError, match="was aborted"):
             dist.all_reduce(torch.ones(3), group=group)
         return time.monotonic() - aborted_at[0]
-
-
-def found(fault: Callable[[], object]) -> str:
-    """What the rules say of a fault on this rank."""
-    try:
-        fault()
-    except (RuleBroken, dist.DistBackendError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

@@ -16,23 +16,20 @@ What NCCL would take for something else raises `RuleBroken`:
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import socket
-import struct
 import sys
 import threading
 import time
 import uuid
-import weakref
 import zlib
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
+from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
@@ -40,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
+from torch.distributed import distributed_c10d
 
 from ditmesh.comm.backends import CARRIED
 
@@ -135,94 +133,60 @@ class _Gone(Exception):
 
 
 class _Wire:
-    """Connections of one queue to its peers; every call is made by the queue's thread."""
+    """Connections of one queue to its peers, each read by a thread of its own."""
 
-    def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
-        self._sockets = dict(sockets)
-        self._inbox: dict[tuple[int, str], deque[tuple[dict[str, Any], bytes]]] = {}
-        self._read = {peer: bytearray() for peer in sockets}
-        self._unsent = {peer: bytearray() for peer in sockets}
-        self._ears, self._bell = socket.socketpair()
-        self._bell.setblocking(False)
+    def __init__(self, connections: Mapping[int, Connection]) -> None:
+        self._connections = connections
+        self._inbox: defaultdict[tuple[int, str], deque[tuple[dict[str, Any], bytes]]] = defaultdict(deque)
+        # Frames, operations, and the end.
+        self.news = threading.Condition()
         self.given_up = False
+        for peer in connections:
+            threading.Thread(target=self._read, args=(peer,), daemon=True).start()
 
-    def ring(self) -> None:
-        """Let the queue's thread look up, from any thread."""
-        with suppress(OSError):
-            self._bell.send(b"\0")
+    def _read(self, peer: int) -> None:
+        # A peer whose process has ended, or that has given the group up, NCCL does not see: this rank goes on waiting.
+        with suppress(EOFError, OSError):
+            while True:
+                kind, header, data = self._connections[peer].recv()
+                with self.news:
+                    self._inbox[peer, kind].append((header, data))
+                    self.news.notify_all()
 
     def post(self, peer: int, kind: str, data: bytes = b"", **header: Any) -> None:
-        head = json.dumps({"t": kind, **header}).encode()
-        self._unsent[peer] += struct.pack("<IQ", len(head), len(data)) + head + data
+        with suppress(OSError):
+            self._connections[peer].send((kind, header, data))
 
     def take(self, peer: int, kind: str) -> tuple[dict[str, Any], bytes]:
         """The next frame of a kind; a rank that has ended sends none, and nothing says so."""
-        waiting = self._inbox.setdefault((peer, kind), deque())
-        while not waiting:
-            self._pump()
-        return waiting.popleft()
+        self.wait(lambda: self._inbox[peer, kind])
+        return self._inbox[peer, kind].popleft()
 
-    def flush(self) -> None:
-        while any(self._unsent[peer] for peer in self._sockets):
-            self._pump()
+    def wait(self, ready: Callable[[], Any]) -> None:
+        with self.news:
+            self.news.wait_for(lambda: self.given_up or ready())
+        if self.given_up:
+            raise _Gone
 
     def untaken(self) -> list[str]:
         """What other ranks have come with, and this one has not asked for."""
         return [f"rank {peer} has come with {kind}" for (peer, kind), frames in list(self._inbox.items()) if frames]
 
-    def wait(self) -> None:
-        """Until the bell rings; what comes meanwhile is kept."""
-        self._pump()
-
-    def _pump(self) -> None:
-        if self.given_up:
-            raise _Gone
-        with DefaultSelector() as selector:
-            selector.register(self._ears, EVENT_READ)
-            for peer, one in self._sockets.items():
-                selector.register(one, EVENT_READ | (EVENT_WRITE if self._unsent[peer] else 0), peer)
-            for key, events in selector.select():
-                if key.data is None:
-                    self._ears.recv(4096)
-                    continue
-                try:
-                    self._move(key.data, events)
-                except OSError:
-                    self._lose(key.data)
-
-    def _move(self, peer: int, events: int) -> None:
-        one, unsent, read = self._sockets[peer], self._unsent[peer], self._read[peer]
-        if events & EVENT_WRITE:
-            del unsent[: one.send(unsent[: 1 << 20])]
-        if events & EVENT_READ:
-            data = one.recv(1 << 20)
-            if not data:
-                self._lose(peer)
-            read += data
-            while len(read) >= 12:
-                head, size = struct.unpack_from("<IQ", read)
-                if len(read) < 12 + head + size:
-                    break
-                header = json.loads(bytes(read[12 : 12 + head]))
-                content = bytes(read[12 + head : 12 + head + size])
-                self._inbox.setdefault((peer, header["t"]), deque()).append((header, content))
-                del read[: 12 + head + size]
-
-    def _lose(self, peer: int) -> None:
-        # Its process has ended or it has given the group up. NCCL does not see that: its peers go on waiting.
-        if (one := self._sockets.pop(peer, None)) is not None:
-            one.close()
-
-    def close(self) -> None:
-        for peer in list(self._sockets):
-            self._lose(peer)
-        self._ears.close()
-        self._bell.close()
+    def give_up(self) -> None:
+        """Whoever waits on a connection, here or in a thread of its own, goes on; from any thread."""
+        with self.news:
+            if self.given_up:
+                return
+            self.given_up = True
+            self.news.notify_all()
+        for connection in self._connections.values():
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)
 
 
 def _connections(
     store: Any, name: str, rank: int, peers: Sequence[int], limit: float, gone: Callable[[], bool]
-) -> dict[int, socket.socket]:
+) -> dict[int, Connection]:
     """One connection to each peer, once all have come; the host waits here."""
 
     def until(ready: Callable[[], bool]) -> None:
@@ -233,29 +197,29 @@ def _connections(
                 raise dist.DistBackendError(f"timed out while {name} was connected\n{dump()}")
             time.sleep(0.001)
 
-    found: dict[int, socket.socket] = {}
+    found: dict[int, Connection] = {}
     with socket.socket(socket.AF_UNIX) as listener:
-        address = f"\0ditmesh-rules-{uuid.uuid4().hex}"
-        listener.bind(address)
+        address = f"ditmesh-rules-{uuid.uuid4().hex}"
+        listener.bind(f"\0{address}")
         listener.listen()
         listener.setblocking(False)
-        store.set(f"{name}/{rank}", address[1:])
+        store.set(f"{name}/{rank}", address)
         for peer in (peer for peer in peers if peer > rank):
             until(lambda peer=peer: store.check([f"{name}/{peer}"]))
-            one = found[peer] = socket.socket(socket.AF_UNIX)
-            one.connect("\0" + store.get(f"{name}/{peer}").decode())
-            one.sendall(struct.pack("<I", rank))
+            end = socket.socket(socket.AF_UNIX)
+            end.connect("\0" + store.get(f"{name}/{peer}").decode())
+            found[peer] = Connection(end.detach())
+            found[peer].send(rank)
 
         def accepted() -> bool:
             with suppress(BlockingIOError):
-                one, _ = listener.accept()
-                one.setblocking(True)
-                found[struct.unpack("<I", one.recv(4, socket.MSG_WAITALL))[0]] = one
+                end, _ = listener.accept()
+                end.setblocking(True)
+                connection = Connection(end.detach())
+                found[connection.recv()] = connection
             return len(found) == len(peers)
 
         until(accepted)
-    for one in found.values():
-        one.setblocking(False)
     return found
 
 
@@ -273,8 +237,6 @@ class _Operation(Work):
     peers: tuple[int, ...]
     run: Callable[[_Wire], None]
     buffers: list[_Buffer]
-    # Not kept alive: what is freed in flight is to be seen.
-    results: list[weakref.ref[Tensor]]
     issued: str
     limit: float
     # Operations issued on other groups before, by peer.
@@ -285,7 +247,6 @@ class _Operation(Work):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._future: torch.futures.Future[Any] | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
         with _LOCK:
@@ -296,15 +257,6 @@ class _Operation(Work):
                 buffer.release()
             self.buffers = []
             self.done.set()
-            future = self._future
-        if future is not None:
-            self._resolve(future)
-
-    def _resolve(self, future: torch.futures.Future[Any]) -> None:
-        if self.error is None:
-            future.set_result([result() for result in self.results])
-        else:
-            future.set_exception(self.error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit = time.monotonic() + timeout.total_seconds() if timeout else self.limit
@@ -317,14 +269,6 @@ class _Operation(Work):
     def is_completed(self) -> bool:
         return self.done.is_set()
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        with _LOCK:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self.done.is_set():
-                    self._resolve(self._future)
-            return self._future
-
     def __str__(self) -> str:
         return f"#{self.number} {self.text}, issued at {self.issued}"
 
@@ -332,34 +276,24 @@ class _Operation(Work):
 class _Queue:
     """Operations that run one after the other, in a thread of their own: a stream."""
 
-    def __init__(self, group: RulesGroup, connect: Callable[[], Mapping[int, socket.socket]]) -> None:
-        self._group, self.wire = group, _Wire(connect())
+    def __init__(self, group: RulesGroup, connections: Mapping[int, Connection]) -> None:
+        self._group, self.wire = group, _Wire(connections)
         self.waiting: deque[_Operation] = deque()
-        self._thread = threading.Thread(target=self._work, name=f"rules-{group.name_}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._work, name=f"rules-{group.name_}", daemon=True)
+        self.thread.start()
 
     def add(self, operation: _Operation) -> None:
-        self.waiting.append(operation)
-        self.wire.ring()
-
-    def give_up(self) -> None:
-        self.wire.given_up = True
-        self.wire.ring()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the end of a queue that was given up: its connections are closed then."""
-        if self._thread is not threading.current_thread():
-            self._thread.join(seconds)
+        with self.wire.news:
+            self.waiting.append(operation)
+            self.wire.news.notify_all()
 
     def _work(self) -> None:
         generator = random.Random(f"{self._group.name_} {self._group.rank()}")
         with suppress(_Gone):
             while True:
-                while not self.waiting:
-                    self.wire.wait()
+                self.wire.wait(lambda: self.waiting)
                 self._carry_out(self.waiting[0], generator)
                 self.waiting.popleft()
-        self.wire.close()
 
     def _carry_out(self, operation: _Operation, generator: random.Random) -> None:
         operation.state, delay = "running", self._group.settings.delay
@@ -370,7 +304,6 @@ class _Queue:
             for buffer in buffers:
                 buffer.check()
             operation.run(self.wire)
-            self.wire.flush()
             for buffer in buffers:
                 # What was received is there now; what was sent has to be as it was.
                 if not buffer.written:
@@ -380,10 +313,9 @@ class _Queue:
         except BaseException as found:
             if self.wire.given_up:
                 raise _Gone from found
+            # The other rank finds the same by what it has been told.
             error = found
             self._group.found.append(found)
-            # The other rank finds the same by what it has been told.
-            self.wire.flush()
         operation.finish(error)
 
 
@@ -422,7 +354,11 @@ class RulesGroup(dist.ProcessGroup):
         self._number, self._gone = 0, ""
         self._queues: dict[int | None, _Queue] = {}
         # What carries objects, and nothing else.
-        self.host = dist.ProcessGroupGloo(dist.PrefixStore("host/", store), rank, len(ranks), timeout)
+        beside = dist.PrefixStore("host/", store)
+        self.host = dist.ProcessGroup(beside, rank, len(ranks))
+        gloo = dist.ProcessGroupGloo(beside, rank, len(ranks), timeout)
+        self.host._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        distributed_c10d._world.pg_group_ranks[self.host] = {rank: place for place, rank in enumerate(ranks)}
         if self.settings.mode == "eager":
             self._queue(None)
         with _LOCK:
@@ -460,37 +396,32 @@ class RulesGroup(dist.ProcessGroup):
     # --- collectives
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> _Operation:
-        if self._to_host:
-            return self.host.allreduce(list(tensors), opts)
         (tensor,), how = tensors, _reduction(opts)
         self._refuse(tensor, "all_reduce")
         # It writes its own source.
         mine = _bytes_of(tensor).tobytes()
 
-        def run(wire: _Wire, shared: _Exchange) -> None:
-            parts = shared.to_all(wire, mine)
-            shared.buffers[0].write(_reduced(shared.buffers[0], parts, how))
+        def run(wire: _Wire, buffers: list[_Buffer]) -> None:
+            buffers[0].write(_reduced(buffers[0], self._swap(wire, [mine] * self.size()), how))
 
         return self._collective("all_reduce", run, outputs=[tensor], agreed=(tensor.numel(), str(tensor.dtype), how))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> _Operation:
-        if self._to_host:
-            return self.host.broadcast(list(tensors), opts)
         (tensor,), root = tensors, opts.rootRank
         source = root == self.rank()
 
-        def run(wire: _Wire, shared: _Exchange) -> None:
-            if source:
-                shared.send(wire, dict.fromkeys(shared.others, shared.buffers[0].bytes.tobytes()))
-            else:
-                shared.buffers[0].write(shared.take(wire, root))
+        def run(wire: _Wire, buffers: list[_Buffer]) -> None:
+            if not source:
+                buffers[0].write(wire.take(root, "data")[1])
+                return
+            for peer in range(self.size()):
+                if peer != root:
+                    wire.post(peer, "data", buffers[0].bytes.tobytes())
 
         kinds = {"inputs": [tensor]} if source else {"outputs": [tensor]}
         return self._collective("broadcast", run, agreed=(tensor.numel(), str(tensor.dtype), root), **kinds)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> _Operation:
-        if self._to_host:
-            return self.host.allgather([list(outputs[0])], list(inputs), opts)
         return self._gather(outputs[0], inputs[0])
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Operation:
@@ -514,10 +445,10 @@ class RulesGroup(dist.ProcessGroup):
         inside = bool(given.numel()) and given.data_ptr() == outputs[self.rank()].data_ptr()
         mine = _bytes_of(given).tobytes() if inside and given.is_contiguous() else None
 
-        def run(wire: _Wire, shared: _Exchange) -> None:
-            source = shared.buffers[-1].bytes.tobytes() if mine is None else mine
-            for place, part in enumerate(shared.to_all(wire, source)):
-                shared.buffers[place].write(part)
+        def run(wire: _Wire, buffers: list[_Buffer]) -> None:
+            source = buffers[-1].bytes.tobytes() if mine is None else mine
+            for buffer, part in zip(buffers, self._swap(wire, [source] * self.size()), strict=False):
+                buffer.write(part)
 
         agreed = ([part.numel() for part in outputs], str(given.dtype))
         inputs = [given] if mine is None else []
@@ -531,19 +462,19 @@ class RulesGroup(dist.ProcessGroup):
         sends = list(outgoing) or [len(given) // size] * size
         takes = list(incoming) or [len(output) // size] * size
 
-        def run(wire: _Wire, shared: _Exchange) -> None:
-            data, begin, parts = shared.buffers[1].bytes, 0, []
+        def run(wire: _Wire, buffers: list[_Buffer]) -> None:
+            data, begin, parts = buffers[1].bytes, 0, []
             for count in sends:
                 parts.append(data[begin : begin + count * row].tobytes())
                 begin += count * row
-            got = shared.all_to_all(wire, parts)
+            got = self._swap(wire, parts)
             for peer, part in enumerate(got):
                 if len(part) != takes[peer] * row_in:
                     raise RuleBroken(
-                        f"{shared.name}: rank {self.ranks[peer]} sends {len(part)} bytes, and rank "
+                        f"{buffers[0].what}: rank {self.ranks[peer]} sends {len(part)} bytes, and rank "
                         f"{self.ranks[self.rank()]} expects {takes[peer] * row_in}"
                     )
-            shared.buffers[0].write(b"".join(got))
+            buffers[0].write(b"".join(got))
 
         return self._collective("all_to_all", run, outputs=[output], inputs=[given], agreed=(str(given.dtype),))
 
@@ -552,10 +483,10 @@ class RulesGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Operation:
         how = _reduction(opts)
 
-        def run(wire: _Wire, shared: _Exchange) -> None:
-            data, one = shared.buffers[1].bytes, output.nbytes
-            parts = shared.all_to_all(wire, [data[p * one : (p + 1) * one].tobytes() for p in range(self.size())])
-            shared.buffers[0].write(_reduced(shared.buffers[0], parts, how))
+        def run(wire: _Wire, buffers: list[_Buffer]) -> None:
+            data, one = buffers[1].bytes, output.nbytes
+            parts = self._swap(wire, [data[p * one : (p + 1) * one].tobytes() for p in range(self.size())])
+            buffers[0].write(_reduced(buffers[0], parts, how))
 
         agreed = (output.numel(), str(given.dtype), how)
         return self._collective("reduce_scatter", run, outputs=[output], inputs=[given], agreed=agreed)
@@ -563,18 +494,21 @@ class RulesGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     def barrier(self, opts: Any = None) -> _Operation:
-        return self._collective("barrier", lambda wire, shared: shared.to_all(wire, b""), agreed=())
+        return self._collective("barrier", lambda wire, _: self._swap(wire, [b""] * self.size()), agreed=())
+
+    def _swap(self, wire: _Wire, parts: Sequence[bytes]) -> list[bytes]:
+        """A part for each rank of the group, for one from each."""
+        others = [peer for peer in range(self.size()) if peer != self.rank()]
+        for peer in others:
+            wire.post(peer, "data", parts[peer])
+        return [wire.take(peer, "data")[1] if peer in others else part for peer, part in enumerate(parts)]
 
     # --- messages
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> _Operation:
-        return (
-            self.host.send(list(tensors), to, tag) if self._to_host else self._messages([(True, tensors[0], to, tag)])
-        )
+        return self._messages([(True, tensors[0], to, tag)])
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> _Operation:
-        if self._to_host:
-            return self.host.recv(list(tensors), source, tag)
         return self._messages([(False, tensors[0], source, tag)])
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> _Operation:
@@ -630,10 +564,6 @@ class RulesGroup(dist.ProcessGroup):
     # --- issue
 
     @property
-    def _to_host(self) -> bool:
-        return getattr(_OBJECTS, "group", None) is self
-
-    @property
     def described_name(self) -> str:
         links = "/".join(sorted(self.links)) or "no link"
         return f"group {self.name_} ({links}, ranks {','.join(map(str, self.ranks))})"
@@ -660,7 +590,7 @@ class RulesGroup(dist.ProcessGroup):
     def _collective(
         self,
         kind: str,
-        run: Callable[[_Wire, _Exchange], Any],
+        run: Callable[[_Wire, list[_Buffer]], Any],
         agreed: tuple[Any, ...],
         outputs: Sequence[Tensor] = (),
         inputs: Sequence[Tensor] = (),
@@ -672,25 +602,22 @@ class RulesGroup(dist.ProcessGroup):
         buffers = [_Buffer(tensor, True, f"an output of {described}") for tensor in outputs]
         buffers += [_Buffer(tensor, False, f"the source of {described}") for tensor in inputs]
         others = [peer for peer in range(self.size()) if peer != self.rank()]
-        shared = _Exchange(f"{self.described_name}, #{number} {kind}", self.rank(), self.size(), others, buffers)
-        # As they come back from the other side.
-        agreed = json.loads(json.dumps([kind, *agreed]))
+        mine = [kind, *agreed]
 
         def carried(wire: _Wire) -> None:
             for peer in others:
-                wire.post(peer, "collective", a=agreed, o=operation.before[peer], q=number)
+                wire.post(peer, "collective", a=mine, o=operation.before[peer], q=number)
             for peer in others:
                 theirs, _ = wire.take(peer, "collective")
-                self._in_order(theirs["o"], peer, operation, shared.name)
-                if theirs["a"] != agreed:
+                self._in_order(theirs["o"], peer, operation, described)
+                if theirs["a"] != mine:
                     raise RuleBroken(
-                        f"{shared.name}: rank {self.ranks[self.rank()]} calls {agreed}, and rank {self.ranks[peer]} "
+                        f"{described}: rank {self.ranks[self.rank()]} calls {mine}, and rank {self.ranks[peer]} "
                         f"{theirs['a']} (its #{theirs['q']}); issued at {operation.issued}"
                     )
-            run(wire, shared)
+            run(wire, buffers)
 
         operation = self._operation(number, kind, tuple(others), carried, buffers)
-        operation.results = [weakref.ref(tensor) for tensor in outputs]
         return self._issue(operation, None)
 
     def _operation(
@@ -701,7 +628,7 @@ class RulesGroup(dist.ProcessGroup):
             for peer in peers:
                 _ISSUED[self.name_, self.ranks[peer]] += 1
         limit = time.monotonic() + self._timeout
-        return _Operation(self, number, text, peers, run, buffers, [], _caller(), limit, before)
+        return _Operation(self, number, text, peers, run, buffers, _caller(), limit, before)
 
     def _issue(self, operation: _Operation, pair: int | None) -> _Operation:
         for buffer in operation.buffers:
@@ -723,10 +650,8 @@ class RulesGroup(dist.ProcessGroup):
             name = "all" if pair is None else f"pair {min(me, pair)} {max(me, pair)}"
             limit = first.limit if first else time.monotonic() + self._timeout
 
-            def connect() -> Mapping[int, socket.socket]:
-                return _connections(self._store, name, me, peers, limit, lambda: bool(self._gone))
-
-            self._queues[pair] = _Queue(self, connect)
+            connections = _connections(self._store, name, me, peers, limit, lambda: bool(self._gone))
+            self._queues[pair] = _Queue(self, connections)
         return self._queues[pair]
 
     # --- order over groups
@@ -768,17 +693,18 @@ class RulesGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         self._end("was destroyed", f"{self.described_name} was destroyed with operations under way")
         for queue in list(self._queues.values()):
-            queue.join(CLOSED)
+            if queue.thread is not threading.current_thread():
+                queue.thread.join(CLOSED)
         with _LOCK:
             if self in _GROUPS:
                 _GROUPS.remove(self)
         # gloo's threads end with the last reference.
-        self.__dict__.pop("host", None)
+        distributed_c10d._world.pg_group_ranks.pop(self.__dict__.pop("host", None), None)
 
     def _end(self, how: str, words: str) -> None:
         self._gone = self._gone or how
         for queue in list(self._queues.values()):
-            queue.give_up()
+            queue.wire.give_up()
             for operation in list(queue.waiting):
                 operation.finish(dist.DistBackendError(words))
 
@@ -789,31 +715,6 @@ class RulesGroup(dist.ProcessGroup):
         for queue in self._queues.values():
             for line in queue.wire.untaken():
                 yield f"    {line} of its own"
-
-
-@dataclass
-class _Exchange:
-    """A collective under way."""
-
-    name: str
-    rank: int
-    size: int
-    others: list[int]
-    buffers: list[_Buffer]
-
-    def send(self, wire: _Wire, parts: Mapping[int, bytes]) -> None:
-        for peer, part in parts.items():
-            wire.post(peer, "data", part)
-
-    def take(self, wire: _Wire, peer: int) -> bytes:
-        return wire.take(peer, "data")[1]
-
-    def all_to_all(self, wire: _Wire, parts: Sequence[bytes]) -> list[bytes]:
-        self.send(wire, {peer: parts[peer] for peer in self.others})
-        return [parts[peer] if peer == self.rank else self.take(wire, peer) for peer in range(self.size)]
-
-    def to_all(self, wire: _Wire, part: bytes) -> list[bytes]:
-        return self.all_to_all(wire, [part] * self.size)
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -845,14 +746,6 @@ def _reduced(like: _Buffer, parts: Sequence[bytes], how: str) -> bytes:
 
 
 # --- in the place of NCCL
-
-
-class _Objects(threading.local):
-    # This thread moves pickled objects of this group.
-    group: RulesGroup | None = None
-
-
-_OBJECTS = _Objects()
 
 
 def _created(options: Any, _: Any) -> RulesGroup:
@@ -900,16 +793,14 @@ def ruled(mode: str = SETTINGS.mode, delay: str = SETTINGS.delay, objects: bool 
 
 
 def _with_objects(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def host_of(given: Any) -> Any:
+        if not isinstance(given, RulesGroup):
+            return given
+        if not given.settings.objects:
+            raise RuleBroken(f"{given.described_name}: {name} pickles objects through NCCL; issued at {_caller()}")
+        return given.host
+
     def moved(*args: Any, **kwargs: Any) -> Any:
-        group = next((one for one in (*args, *kwargs.values()) if isinstance(one, RulesGroup)), None)
-        if group is None:
-            return function(*args, **kwargs)
-        if not group.settings.objects:
-            raise RuleBroken(f"{group.described_name}: {name} pickles objects through NCCL; issued at {_caller()}")
-        _OBJECTS.group = group
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _OBJECTS.group = None
+        return function(*map(host_of, args), **{key: host_of(value) for key, value in kwargs.items()})
 
     return moved

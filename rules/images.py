@@ -1,4 +1,4 @@
-"""Requests of tiny pipelines over gloo, over the group of NCCL's rules, and under torch's own checks of collectives."""
+"""Requests of tiny pipelines over gloo, and over the group of NCCL's rules."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
-import torch.distributed as dist
 
 import ditmesh
 from ditmesh.comm.link import Link, Transfer
@@ -99,39 +97,3 @@ def in_flight(fault: str) -> str:
         except (RuleBroken, ditmesh.PeerError) as error:
             return str(error)
     return "finite" if drawn.isfinite().all() else "not finite"
-
-
-@contextmanager
-def checked_by_torch() -> Iterator[None]:
-    """As under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: new groups compare every collective's kind, shapes and dtype."""
-    before = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
-        yield
-    finally:
-        dist.set_debug_level(before)
-
-
-def checked(strategies: list[str]) -> list[tuple[bool, torch.Tensor]]:
-    """For each strategy whether torch compares its collectives, and the image."""
-    found = []
-    for strategy in strategies:
-        name, config = STRATEGIES[strategy]
-        pipe = pipeline(name)
-        with checked_by_torch(), ditmesh.parallelized(pipe, {**config, "shared_memory": False}):
-            group = ditmesh.engine_of(pipe).mesh.world.group
-            compares = type(group._get_backend(torch.device("cpu"))).__name__ == "_ProcessGroupWrapper"
-            found.append((compares, drawn_by(pipe, name)))
-    return found
-
-
-def planted() -> str:
-    """What torch says of ranks that add up tensors of unlike sizes."""
-    with checked_by_torch():
-        mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=2, shared_memory=False), timeout=20)
-        link = mesh.ring
-        with pytest.raises(RuntimeError) as caught:
-            link.all_reduce(torch.ones(4 + mesh.rank))
-        mesh.fail_request()
-        mesh.close()
-        return f"{caught.value} {caught.value.__cause__}"

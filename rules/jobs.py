@@ -24,8 +24,6 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt
 from ditmesh.generate.run import generate
 from ditmesh.generate.runner import PipelineRunner
-from ditmesh.serve.worker import worker
-from ditmesh.serve.worker.worker import serve_rank
 from rules.fake_cuda import FakeDevice, cuda, unavailable
 
 
@@ -36,7 +34,7 @@ def gpu_of_rank() -> Iterator[FakeDevice]:
     assert reason is None, reason
     where = torch.device("cuda", 0)
     with cuda(found=True) as device, ExitStack() as stack:
-        for module in (backends, grid, worker):
+        for module in (backends, grid):
             stack.enter_context(mock.patch.object(module, "device_of_rank", return_value=where))
         yield device
 
@@ -128,9 +126,3 @@ def both(model: str, folder: str, files: dict[str, Any] | None = None, **fields:
     assert len(truth.pictures) == len(drawn.pictures)
     worst = max((abs(a - b).max() for a, b in zip(truth.pictures, drawn.pictures, strict=True)), default=0)
     return int(worst), truth, drawn
-
-
-def serve_on_gpu(specs: Any, *, report: Any) -> None:
-    """`serve_rank` on a fake GPU. A rank function."""
-    with gpu_of_rank():
-        serve_rank(specs, report=report)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import time
-import traceback
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from ditmesh.train import reduce_gradients, run
 from ditmesh.train.gradients import reduce as averaging
 from ditmesh.train.trainer import Progress, Trainer
 from ditmesh.zoo import path as find
-from rules.fake_cuda import Look, cuda, move_, unavailable
+from rules.fake_cuda import FakeDevice, Look, cuda, unavailable
 from rules.fake_world import one_of
 from support import gradients, more_pipelines, pipelines
 from support.families import family_by_hand
@@ -55,37 +55,45 @@ class OnCuda:
     refused: str = ""
 
 
-def pipeline(family: str) -> tuple[Any, Any, str]:
+def both(
+    work: Callable[[FakeDevice | None], dict[str, Any]], found: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
+    """What some work makes on CPUs and on a fake CUDA device, and what ditmesh waited for there.
+
+    Args:
+        work: gets the device, whose looks it may clear; its result is read at the end.
+        found: see `cuda`.
+    """
+    assert unavailable() is None
+    made: list[dict[str, Tensor]] = []
+    looks: dict[str, int] = {}
+    for context in (nullcontext(), cuda(found)):
+        with context as device:
+            results = work(device)
+            if device is not None:
+                looks = ours(device.looks)
+                results = {key: device.values(one) if isinstance(one, Tensor) else one for key, one in results.items()}
+            made.append({key: torch.as_tensor(one).clone() for key, one in results.items()})
+    return made[0], made[1], looks
+
+
+def pipeline(family: str) -> tuple[Any, Callable[[], dict[str, Any]], str]:
     """A pipeline with models of its own, what makes the arguments of its call, and where its result is."""
     if family in pipelines.MAKERS:
-        pipe, result = pipelines.MAKERS[family](), "images"
-
-        def call() -> dict[str, Any]:
-            return pipelines.arguments(family, [1, 2], steps=STEPS)
+        pipe, result, arguments = pipelines.MAKERS[family](), "images", pipelines.arguments
     else:
         made = more_pipelines.FAMILIES[family]
-        pipe, result = made.make(), made.result
-
-        def call() -> dict[str, Any]:
-            return more_pipelines.arguments(family, [1, 2] if made.several else [1], steps=STEPS)
-
+        pipe, result, arguments = made.make(), made.result, more_pipelines.arguments
     models = {name: copy.deepcopy(one) for name, one in pipe.components.items() if isinstance(one, nn.Module)}
     pipe.register_modules(**models)
     pipe.set_progress_bar_config(disable=True)
-    return pipe, call, result
+    return pipe, partial(arguments, family, [1, 2], steps=STEPS), result
 
 
-PLANTED = {
-    "wait": "lambda x: x.sum().item()",
-    "index": "lambda x: x[torch.tensor([0])]",
-    "tensor": "lambda x: x + torch.ones(x.shape[-1])",
-}
-
-
-def planted(kind: str) -> dict[str, int] | str:
-    """What a request on one rank sees of a fault of ditmesh in every attention; or where it is refused, and why."""
+def planted() -> dict[str, int]:
+    """What a request on one rank sees of a host wait of ditmesh in every attention."""
     # As if it stood in ditmesh.
-    fault = eval(compile(PLANTED[kind], str(OURS / "made_up.py"), "eval"), {"torch": torch})
+    fault = eval(compile("lambda x: x.sum().item()", str(OURS / "made_up.py"), "eval"))
     attend = SequenceParallel.attend
 
     def faulty(self: SequenceParallel, q: Tensor, *others: Any) -> Tensor:
@@ -94,18 +102,13 @@ def planted(kind: str) -> dict[str, int] | str:
         return attend(self, q, *others)
 
     with mock.patch.object(SequenceParallel, "attend", faulty):
-        try:
-            return request("sd3", {"ring": 2}).steady
-        except RuntimeError as error:
-            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if OURS.as_posix() in frame.filename]
-            return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}: {error}"
+        return request("sd3", {"ring": 2}).steady
 
 
 @torch.no_grad()
 def request(family: str, config: dict[str, Any]) -> OnCuda:
     """One request of a family of pipelines on a CPU and on a fake CUDA device. On every rank of the configuration."""
-    reason = unavailable()
-    assert reason is None, reason
+    assert unavailable() is None
     config = {**config, "shared_memory": False}
     pipe, call, result = pipeline(family)
     try:
@@ -117,8 +120,11 @@ def request(family: str, config: dict[str, Any]) -> OnCuda:
     with cuda() as device:
         for model in pipe.components.values():
             if isinstance(model, nn.Module):
-                move_(model)
+                model.to("cuda")
         arguments = tree_map_only(Tensor, lambda tensor: tensor.to("cuda"), call())
+        # Generators of the device, which draw the numbers of those of CPUs.
+        seeds = [one.initial_seed() for one in arguments["generator"]]
+        arguments["generator"] = [torch.Generator("cuda").manual_seed(seed) for seed in seeds]
         with ditmesh.parallelized(pipe, config):
             scheduler = type(pipe.scheduler)
             step = scheduler.step
@@ -160,7 +166,7 @@ def alone(name: str, config: dict[str, Any], rank: int, steps: int) -> dict[str,
     model, given = copy.deepcopy(tiny(name)), inputs(name, RAGGED)
     calls = list(moving(name, RAGGED, steps)) if "hidden_states" in given else [given] * steps
     with one_of(ParallelConfig(**config).world_size, rank), cuda() as device, torch.no_grad():
-        move_(model)
+        model.to("cuda")
         calls = _moved(calls, {})
         try:
             with ditmesh.parallelized(model, {**config, "shared_memory": False}):
@@ -198,35 +204,32 @@ def trained(name: str, config: dict[str, Any], again: bool) -> tuple[float, str,
     Args:
         again: with activation checkpointing.
     """
-    assert unavailable() is None
-    config, size, found = {**config, "shared_memory": False}, sizes(name)["B=2 ragged"], []
-    looks: dict[str, int] = {}
-    for on_cuda in (False, True):
+
+    def steps(device: FakeDevice | None) -> dict[str, Any]:
         model = copy.deepcopy(tiny(name))
         if again:
             model.enable_gradient_checkpointing()
+        size = sizes(name)["B=2 ragged"]
         arguments = {key: gradients.cast(value, torch.float32) for key, value in inputs(name, size).items()}
-        with cuda() if on_cuda else nullcontext() as device:
-            if device is not None:
-                move_(model)
-                arguments = _moved(arguments, {})
-            with ditmesh.parallelized(model, config):
-                for _ in range(2):
-                    if device is not None:
-                        device.looks.clear()
-                    model.zero_grad(set_to_none=True)
-                    output = model(**arguments)[0]
-                    (output.square().mean() + output.mean()).backward()
-                    reduce_gradients(model, ditmesh.engine_of(model).mesh)
+        if device is not None:
+            model.to("cuda")
+            arguments = _moved(arguments, {})
+        with ditmesh.parallelized(model, {**config, "shared_memory": False}):
+            for _ in range(2):
                 if device is not None:
-                    looks = ours(device.looks)
-                values = device.values if device is not None else torch.clone
-                found.append({key: values(p.grad) for key, p in model.named_parameters() if p.grad is not None})
-    return (*gradients.error(found[1], found[0]), looks)
+                    device.looks.clear()
+                model.zero_grad(set_to_none=True)
+                output = model(**arguments)[0]
+                (output.square().mean() + output.mean()).backward()
+                reduce_gradients(model, ditmesh.engine_of(model).mesh)
+            return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+    truth, values, looks = both(steps)
+    return (*gradients.error(values, truth), looks)
 
 
 def training_run(
-    folder: str, config: dict[str, Any], steps: int = 3, by_run: Sequence[dict[str, Any]] = ({}, {})
+    folder: str, config: dict[str, Any], steps: int = 3
 ) -> tuple[list[float], list[float], dict[str, int]]:
     """Steps of a `Trainer` on CPUs and on fake CUDA devices.
 
@@ -234,47 +237,38 @@ def training_run(
         folder: with the data set.
         config: settings beside those of `support.train.settings`.
         steps: how many.
-        by_run: more settings of the two runs.
 
     Returns:
         Both losses, and what the host waits for in the last step, by owner, file and operation.
     """
-    assert unavailable() is None
-    losses, looks = [], Counter()
+    looks: Counter[str] = Counter()
     optimizer_step = Trainer._optimizer_step
 
-    def moved(pipe: Any, *_: Any, **__: Any) -> Any:
-        for one in pipe.components.values():
-            if isinstance(one, nn.Module):
-                move_(one)
-        return pipe
-
-    for on_cuda in (False, True):
-        out = Path(folder, f"out-{on_cuda}")
+    def run_of(device: FakeDevice | None) -> dict[str, Any]:
+        out = Path(folder, f"out-{device is not None}")
         # What DistributedDataParallel does in C++ knows no fake device.
-        plain = {} if config.get("reproducible") else {"sharding": "none"}
-        given = settings(Path(folder), out, max_train_steps=steps, **plain, **config, **by_run[on_cuda])
-        made = configured(given)
+        made = configured(settings(Path(folder), out, max_train_steps=steps, sharding="none", **config))
         pipe = DiffusionPipeline.from_pretrained(find(made.pretrained_model_name_or_path))
-        with cuda() if on_cuda else nullcontext() as device, ExitStack() as stack:
-            # To observe a pipeline is to look at values, which fake tensors do not have.
-            stack.enter_context(mock.patch("ditmesh.train.trainer.ObservedFamily", family_by_hand))
-            if device is not None:
-                stack.enter_context(mock.patch.object(DiffusionPipeline, "to", moved))
 
-            def step(self: Trainer, *given: Any, device: Any = device) -> Any:
-                if device is not None:
-                    device.looks.clear()
-                done = optimizer_step(self, *given)
-                if device is not None:
-                    looks.clear()
-                    looks.update(f"{x.owner} {x.place.partition(':')[0]} {x.operation}" for x in device.looks)
-                return done
+        def step(self: Trainer, *given: Any) -> Any:
+            if device is None:
+                return optimizer_step(self, *given)
+            device.looks.clear()
+            done = optimizer_step(self, *given)
+            looks.clear()
+            looks.update(f"{one.owner} {one.place.partition(':')[0]} {one.operation}" for one in device.looks)
+            return done
 
-            stack.enter_context(mock.patch.object(Trainer, "_optimizer_step", step))
-            trainer = stack.enter_context(Trainer(made, pipe, "cuda" if on_cuda else "cpu", timeout=100.0))
-            losses.append(list(trainer.run().losses.values()))
-    return losses[0], losses[1], dict(looks)
+        # To observe a pipeline is to look at values, which fake tensors do not have.
+        with (
+            mock.patch("ditmesh.train.trainer.ObservedFamily", family_by_hand),
+            mock.patch.object(Trainer, "_optimizer_step", step),
+            Trainer(made, pipe, "cpu" if device is None else "cuda", timeout=100.0) as trainer,
+        ):
+            return {"losses": list(trainer.run().losses.values())}
+
+    truth, found, _ = both(run_of)
+    return truth["losses"].tolist(), found["losses"].tolist(), dict(looks)
 
 
 def whole_run(given: dict[str, Any]) -> tuple[dict[int, float], list[str], list[str]]:

@@ -12,9 +12,7 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from PIL import Image
 
-from ditmesh.generate.model_info import find_model
-from ditmesh.generate.replay import compare_replay, job_of, receipt_config
-from rules.jobs import both, made
+from rules.jobs import both
 from support.adapters import save_sd3_controlnet, save_sd3_ip_adapter
 from support.tiny import save_tiny_sd3
 
@@ -120,22 +118,3 @@ def job_on_ranks(folder: str, fields: dict[str, Any]) -> tuple[int, int, dict[st
     """The worst pixel, the number of pictures and what was waited for. A rank function."""
     worst, _, drawn = both(folder=folder, **fields)
     return worst, len(drawn.pictures), drawn.looks
-
-
-def test_a_replay_has_the_same_pixels(folder, tmp_path):
-    """In reproducible mode, of the second of two pictures, drawn alone: its pixels are promised."""
-    fields = given(folder, {**EDITED, "config": {"reproducible": True}})
-    _, _, drawn = both(folder=str(tmp_path), **fields)
-    was = drawn.receipts[1]
-    out = tmp_path / "again"
-    out.mkdir()
-    again = made(job_of(was, find_model(fields["model"]), receipt_config(was), out, 100.0), True)
-    found = compare_replay(
-        drawn.pictures[1].astype(np.uint8),
-        again.pictures[0].astype(np.uint8),
-        was,
-        again.receipts[0],
-    )
-    assert found.promised
-    assert found.equal
-    assert [(one.what, one.decides) for one in found.changes] == [("pictures in one call", False)]

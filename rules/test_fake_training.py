@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
 import ditmesh
@@ -91,25 +90,6 @@ def test_the_trainers_loop(fresh_ranks, tmp_path, config):
         assert found == pytest.approx(truth, rel=1e-4)
         assert {what for what in looks if what.startswith("ditmesh")} <= READ
         assert looks["ditmesh train/gradients/sync.py _local_scalar_dense"] == 1
-
-
-def test_samples_of_a_cache_with_masks(fresh_ranks, tmp_path):
-    """Latents of a cache are on the host; masks are where the loss is."""
-    data, masks = folder_of(tmp_path / "data", 2), tmp_path / "masks"
-    masks.mkdir()
-    half = Image.new("L", (64, 64))
-    half.paste(255, (16, 0, 64, 48))
-    for file in data.glob("*.png"):
-        half.save(masks / file.name)
-    config = {
-        "parallel": {"data": 2},
-        "learning_rate": 1e-5,
-        "mask_dir": str(masks),
-    }
-    caches = [{"cache_dir": str(tmp_path / f"cache-{number}")} for number in range(2)]
-    for truth, found, looks in fresh_ranks.run(training_run, str(data), config, 1, caches):
-        assert found == pytest.approx(truth, rel=1e-4)
-        assert {what for what in looks if what.startswith("ditmesh")} <= READ
 
 
 def test_checkpoints_of_tensors_of_a_device_and_of_the_host(tmp_path):

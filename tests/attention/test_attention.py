@@ -20,6 +20,7 @@ from ditmesh.core.partition import Partition
 from ditmesh.errors import ConfigError, DitmeshError, LayoutError
 from support.models import RAGGED, inputs, relative_error, run, tiny, variant
 from support.parity import parity
+from support.sample import sampled
 
 TOLERANCE = 1e-5
 
@@ -122,8 +123,7 @@ def called(model: Any, arguments: dict[str, Any], cache: bool) -> Tensor:
         return run(model, arguments)
 
 
-@pytest.mark.parametrize("how", BY_PASSES)
-@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
+@pytest.mark.parametrize(("how", "config"), sampled(BY_PASSES, [{"ulysses": 2}, {"ring": 2}], of=2), ids=str)
 def test_attention_that_is_computed_elsewhere_is_an_error_on_all_ranks(ranks, how, config):
     for said, before, after in ranks(2).run(by_passed, how, config):
         assert said is not None

@@ -390,9 +390,11 @@ def check(found: dict[str, Any], kind: str, least: int = 1) -> None:
     assert found["active"]
 
 
-@pytest.mark.parametrize("how", [BEFORE, AFTER, CONFIGURED])
-@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
-@pytest.mark.parametrize("name", ["_native_math", "flex"])
+@pytest.mark.parametrize(
+    ("name", "config", "how"),
+    sampled(["_native_math", "flex"], [{"ulysses": 2}, {"ring": 2}], [BEFORE, AFTER, CONFIGURED], of=2),
+    ids=str,
+)
 def test_a_backend_computes_on_every_rank(ranks, name, config, how):
     if name == "flex" and how == AFTER:
         how = BEFORE if config.get("ring") else AFTER

@@ -117,7 +117,7 @@ def truth(picture: Path, mask: Path, lora: Path, sixteen: Path) -> dict[str, lis
     [
         ("image", ("--ulysses", "2"), "StableDiffusion3Img2ImgPipeline"),
         ("mask", ("--cfg", "2"), "StableDiffusion3InpaintPipeline"),
-        ("lora", ("--tensor", "2"), "StableDiffusion3Pipeline"),
+        pytest.param("lora", ("--tensor", "2"), "StableDiffusion3Pipeline", marks=pytest.mark.matrix),
         pytest.param("image", ("--tensor", "2"), "StableDiffusion3Img2ImgPipeline", marks=pytest.mark.matrix),
     ],
 )

@@ -32,7 +32,7 @@ import time
 import tomllib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,11 @@ PAGE = ROOT / "docs" / "planted-faults.md"
 RECORD = HERE / "seen.json"
 # Longer than any named test takes on a loaded machine. A fault that makes ranks wait for ever is not seen so.
 SECONDS = 400
-# What no fault changes is imported once, so that the process of a fault is a fork that has it: these modules first, and
-# of these packages what the tests have imported when they ran unchanged.
+# What no fault changes is imported once, so that the process of a fault is a fork that has it: these modules first,
+# then what else of installed packages the tests have imported when they ran unchanged.
 LIBRARIES = ("torch", "torch.distributed", "diffusers", "transformers", "safetensors.torch", "PIL.Image")
-PACKAGES = (
-    *("numpy", "torch", "diffusers", "transformers", "safetensors", "PIL", "peft", "accelerate", "torchao"),
-    *("bitsandbytes", "fastapi", "starlette", "pydantic", "openai", "httpx", "hypothesis", "uvicorn", "av", "pandas"),
-    *("scipy", "sympy", "huggingface_hub", "tokenizers", "rich", "typer", "opentelemetry", "jinja2", "matplotlib"),
-    "_pytest",
-)
+# These start threads or look for devices when they are imported.
+LATE = ("ray", "grpc", "tensorboard", "schemathesis")
 
 
 @dataclass(frozen=True)
@@ -155,7 +151,7 @@ class Listener:
 def import_libraries(names: Iterable[str]) -> None:
     """Import what no fault changes, so that the processes of the faults, which are forks, have it already."""
     for name in names:
-        if name not in sys.modules and name.partition(".")[0] in PACKAGES:
+        if name not in sys.modules and name.partition(".")[0] not in LATE:
             with contextlib.suppress(Exception), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 importlib.import_module(name)
@@ -168,13 +164,9 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        names = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-        ).stdout.decode()
-        for name in filter(None, names.split("\0")):
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
+        for name in names:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, folder / name)
@@ -215,20 +207,10 @@ class Copy:
         sys.path.insert(0, str(self.folder / "src"))
         os.environ["PYTHONPATH"] = str(self.folder / "src")
         listener = Listener()
-        options = [
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "pytest_timeout",
-            "--basetemp",
-            str(self.folder / "temporary"),
-            *["-x"][:first],
-        ]
-        pytest.main([*options, *nodes], plugins=[listener])
-        files = {name: getattr(module, "__file__", None) for name, module in [*sys.modules.items()]}
-        own = str(self.folder)
-        listener.outcome.libraries = [name for name, file in files.items() if file and not file.startswith(own)]
+        options = ["-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "--basetemp", f"{self.folder / 'temporary'}"]
+        pytest.main([*options, *["-x"][:first], *nodes], plugins=[listener])
+        files = {name: str(getattr(module, "__file__", None)) for name, module in [*sys.modules.items()]}
+        listener.outcome.libraries = [name for name, file in files.items() if "site-packages" in file]
         answer.write_text(json.dumps(vars(listener.outcome)), encoding="utf-8")
         sys.stdout.flush()
         os._exit(0)
@@ -253,8 +235,8 @@ def unchanged(copy: Copy, faults: list[Fault]) -> dict[str, str]:
     return wrong
 
 
-def run_faults(faults: list[Fault], note: Callable[[str, dict[str, Any]], None]) -> int:
-    """Plant each fault, note its line of the record, and return how many were not seen."""
+def run_faults(faults: list[Fault], every: list[Fault]) -> int:
+    """Plant each fault, note its line in the record of all, and return how many were not seen."""
     missed = 0
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         copy = Copy(Path(folder))
@@ -263,20 +245,16 @@ def run_faults(faults: list[Fault], note: Callable[[str, dict[str, Any]], None])
             nodes = fault.nodes(copy.folder / "tests")
             path = fault.file(copy.folder / "src" / "ditmesh")
             text = path.read_text("utf-8")
-            reason, seconds = (
-                next((f"{name} fails without it: {wrong[name]}" for name in nodes if name in wrong), ""),
-                0.0,
-            )
+            seconds = 0.0
+            reason = next((f"{name} fails without it: {wrong[name]}" for name in nodes if name in wrong), "")
             if not reason:
                 copy.write(path, text.replace(fault.old, fault.new))
                 outcome = copy.run(nodes, first=len(nodes) == 1)
                 copy.write(path, text)
                 reason, seconds = outcome.missed(nodes), outcome.seconds
-            note(fault.id, {"digest": fault.digest, "seconds": round(seconds, 1), "missed": reason})
+            note(every, fault.id, {"digest": fault.digest, "seconds": round(seconds, 1), "missed": reason})
             missed += bool(reason)
             print(f"{fault.id}: {f'NOT SEEN: {reason}' if reason else 'seen'} ({seconds:.1f} s)", flush=True)
-        if missed and (kept := os.environ.get("KEEP_OUTPUT")):
-            shutil.copy(copy.folder / "output.txt", kept)
     return missed
 
 
@@ -309,24 +287,19 @@ def is_seen(fault: Fault, record: dict[str, Any]) -> bool:
     return entry.get("digest") == fault.digest and not entry["missed"]
 
 
-def noting(every: list[Fault]) -> Callable[[str, dict[str, Any]], None]:
-    """A function that puts a fault's line into the record and the page, beside other shares that may run."""
-
-    def note(name: str, entry: dict[str, Any]) -> None:
-        known = json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else {}
-        known[name] = entry
-        kept = {fault.id: known[fault.id] for fault in every if fault.id in known}
-        RECORD.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        PAGE.write_text(as_markdown(every, kept), encoding="utf-8")
-
-    return note
+def note(every: list[Fault], name: str, entry: dict[str, Any]) -> None:
+    """Put a fault's line into the record and the page, beside other shares that may run."""
+    known = json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else {}
+    known[name] = entry
+    kept = {fault.id: known[fault.id] for fault in every if fault.id in known}
+    RECORD.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    PAGE.write_text(as_markdown(every, kept), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Plant faults in a copy of the tree and see which tests notice.")
     parser.add_argument("--only", help="ids, with commas between them")
     parser.add_argument("--share", help="K/N: the K-th of N shares")
-    parser.add_argument("--no-write", action="store_true", help="leave the page and the record as they are")
     arguments = parser.parse_args()
     every = read_faults()
     faults = [fault for fault in every if not arguments.only or fault.id in arguments.only.split(",")]
@@ -346,7 +319,7 @@ def main() -> None:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     import_libraries(LIBRARIES)
     began = time.monotonic()
-    missed = run_faults(faults, noting(every) if not arguments.no_write else lambda *_: None)
+    missed = run_faults(faults, every)
     print(f"{len(faults) - missed} of {len(faults)} faults seen in {time.monotonic() - began:.0f} s")
     sys.exit(bool(missed))
 

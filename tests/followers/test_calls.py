@@ -512,7 +512,9 @@ def test_parts_of_weights_that_were_changed_are_refused_for_good(followers):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"ulysses": 2}, pytest.param({"ring": 2}, marks=pytest.mark.matrix), {"tensor": 2}], ids=str
+)
 @pytest.mark.parametrize(
     ("seed", "count"),
     [(0, 5), *(pytest.param(seed, 10, marks=pytest.mark.matrix) for seed in range(1, 11))],

@@ -103,8 +103,7 @@ def test_other_dtypes(ranks, saved):
             assert all(result)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.matrix)], ids=str)
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize(("name", "dtype"), sampled(sorted(MODELS), [torch.bfloat16, torch.float16], of=4), ids=str)
 def test_every_class_in_another_dtype(tmp_path, name, dtype):
     """Also of buffers that are in no file: some classes make them in float32 whatever the dtype of the weights."""
     model = tiny(name)

@@ -83,7 +83,14 @@ def headless(function: Any, q: Any, k: Any, v: Any, heads: int, **more: Any) -> 
     return function(q * heads, k, v, heads, **more)
 
 
-@pytest.mark.parametrize("settings", ["ulysses=2", "ring=2", "cfg=2", "ulysses=2 reproducible"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "ulysses=2",
+        "cfg=2",
+        *(pytest.param(one, marks=pytest.mark.matrix) for one in ("ring=2", "ulysses=2 reproducible")),
+    ],
+)
 def test_samples_are_those_of_one_device(node: Any, settings: str) -> None:
     plain = Patcher(Base())
     truth = sample(plain)
@@ -136,7 +143,7 @@ def test_wrappers_of_other_nodes_run_once_and_here(node: Any) -> None:
     assert ran == ["outer", "inner"] * 2
 
 
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("patch", [mixing, turned, Outside()], ids=["mixes tokens", "turns them", "keeps their mean"])
 def test_patches_between_blocks_see_all_tokens(node: Any, patch: Any, check: bool) -> None:
     """Tokens that leave a block are gathered where an operation asks for others than a rank has."""

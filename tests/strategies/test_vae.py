@@ -30,7 +30,9 @@ WITHOUT = {"AutoencoderKLKVAEVideo": {"aten.copy_.default"}}
 TOLERANCE = 1e-5  # relative, float32; measured errors are below 3e-6
 
 
-@pytest.mark.parametrize(("name", "how"), sampled(CASES, list(product(["decode", "encode"], [2, 3, 4])), of=6), ids=str)
+@pytest.mark.parametrize(
+    ("name", "how"), sampled(CASES, list(product(["decode", "encode"], [2, 3, 4])), of=18), ids=str
+)
 def test_equals_one_device(ranks, name, how):
     """11 rows of latents: bands are uneven on all numbers of ranks. Nothing else is computed on whole tensors."""
     direction, ranks_ = how

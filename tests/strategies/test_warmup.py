@@ -411,7 +411,9 @@ def decided(name: str, config: dict[str, Any], steps: int) -> tuple[list[tuple[b
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(("world", "axes"), [(2, {}), (4, {"cfg": 2}), (4, {"data": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("world", "axes"), [(2, {}), (4, {"cfg": 2}), pytest.param(4, {"data": 2}, marks=pytest.mark.matrix)], ids=str
+)
 def test_all_ranks_decide_alike(ranks, name, world, axes):
     """Also those that see other rows and other branches: drift is that of all ranks, to the bit."""
     results = ranks(world).run(decided, name, {**axes, **displaced(2, "adaptive(0.04)")}, 8)

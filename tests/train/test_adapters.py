@@ -197,7 +197,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("what", sampled(RUNS, of=2))
+@pytest.mark.parametrize("what", sampled(RUNS, of=4))
 def test_a_trained_adapter_draws_the_trainers_picture(root, tmp_path, what):
     name, more = RUNS[what]
     before = loaded(root / name)
@@ -303,6 +303,7 @@ def test_targets():
     assert TRAINED == "default"
 
 
+@pytest.mark.matrix
 def test_tensor_ranks_train_the_adapter_of_one_device(ranks, root, tmp_path):
     """Curve, moving average and what is saved; also from a checkpoint of data ranks."""
     more = {

@@ -125,7 +125,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("precision", sampled(PRECISIONS, of=2))
+@pytest.mark.parametrize("precision", sampled(PRECISIONS, of=4))
 def test_ranks_train_on_the_same_base(ranks, root, tmp_path, precision):
     needs(precision)
     given = run_of(root, tmp_path / "1", base_precision=precision)
@@ -144,7 +144,7 @@ def test_ranks_train_on_the_same_base(ranks, root, tmp_path, precision):
     assert abs(still[1] / alone[1] - 1) > 1e-4
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.matrix)])
 def test_adapters_of_every_kind_above_nf4(ranks, root, tmp_path, kind):
     """In reproducible mode: the same bits on one rank and on two."""
     needs("nf4")
@@ -232,6 +232,7 @@ def test_tensor_ranks_quantise_their_slices(ranks, root, tmp_path, precision):
     assert (Path(one["pipeline"]) / "pytorch_lora_weights.safetensors").exists()
 
 
+@pytest.mark.matrix
 def test_text_encoders_in_fewer_bits(root, tmp_path):
     """Of those that are not trained, the linear layers; the run is that of rounded embeddings."""
     given = run_of(root, tmp_path / "whole")

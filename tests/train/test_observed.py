@@ -61,7 +61,7 @@ ALWAYS = [
 ]
 
 
-@pytest.mark.parametrize("name", sampled(ALWAYS, of=2))
+@pytest.mark.parametrize("name", sampled(ALWAYS, of=4))
 def test_a_pipeline_is_derived(name: str):
     """Its loop ends where the target leads; a batch of two is called as the pipeline calls; one by one is the same."""
     pipe, family, recipe = observed(name)

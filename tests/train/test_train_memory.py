@@ -18,6 +18,7 @@ from ditmesh.train.memory_check import check_training_memory
 from ditmesh.train.model.frozen import read_pipeline_frozen
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
+from support.sample import sampled
 from support.train import configured, folder_of, settings
 
 
@@ -70,7 +71,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("what", sampled(CASES, of=3))
 def test_what_is_estimated_is_held(ranks, data, tmp_path, what):
     model, more = CASES[what]
     if more.get("base_precision") == "nf4":
