@@ -436,9 +436,9 @@ class ParallelConfig(BaseModel):
     def preferred(cls, world_size: int, heads: int, *, images: int = 1, branches: int = 1) -> Iterator[ParallelConfig]:
         """Exact configurations of all devices, in the order in which ``"auto"`` takes them.
 
-        Whole weights before ``tensor`` and ``shard``, and the smaller degree of these first. With at least as many
-        images as devices ``data``; else ``cfg=2`` if guidance runs two branches, Ulysses as far as the heads divide and
-        up to 8 ranks, and ``ring`` for the rest.
+        Whole weights before ``tensor`` and ``shard``, the smaller degree of these first, and before more is cut
+        ``precompute``, with which weights leave a GPU. With at least as many images as devices ``data``; else ``cfg=2``
+        if guidance runs two branches, Ulysses as far as the heads divide and up to 8 ranks, and ``ring`` for the rest.
 
         Args:
             heads: attention heads of the model (the smallest number among its blocks).
@@ -446,8 +446,9 @@ class ParallelConfig(BaseModel):
             branches: of guidance that a call runs.
         """
         for cut in _divisors(world_size):
-            for name in ("tensor", "shard") if cut > 1 else ("tensor",):
-                weights, tensor = {name: cut}, cut if name == "tensor" else 1
+            for name, ahead in (("tensor", False), ("tensor", True), *([("shard", False)] if cut > 1 else [])):
+                weights: dict[str, Any] = {name: cut, "precompute": ahead}
+                tensor = cut if name == "tensor" else 1
                 if tensor > heads:
                     continue
                 ranks = world_size // tensor

@@ -69,7 +69,8 @@ def test_the_rule_uses_all_devices(devices: int, asked: dict[str, int], expected
 
 def test_the_rule_cuts_weights_as_little_as_fits():
     offers = [config.describe() for config in ParallelConfig.preferred(4, 24)]
-    assert offers[:5] == ["ulysses=4", "ulysses=2 ring=2", "ring=4", "tensor=2 ulysses=2", "tensor=2 ring=2"]
+    whole = ["ulysses=4", "ulysses=2 ring=2", "ring=4"]
+    assert offers[:7] == [*whole, *(f"{each} precompute" for each in whole), "tensor=2 ulysses=2"]
     assert offers.index("ulysses=4 shard=2") < offers.index("tensor=4") < offers.index("ulysses=4 shard=4")
     assert all(config.world_size == 4 for config in ParallelConfig.preferred(4, 24))
     # No slice without a head.

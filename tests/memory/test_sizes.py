@@ -19,6 +19,7 @@ from ditmesh.generate import runner
 from ditmesh.generate.arguments import call_parameters, check_call
 from ditmesh.generate.job import PictureJob, check_config, check_content
 from ditmesh.generate.model_info import ModelInfo, find_model
+from ditmesh.generate.receipt import Offload
 from ditmesh.lab.plan.hardware import machine
 from ditmesh.lab.plan.subject import subject
 from ditmesh.memory import check as memory
@@ -174,15 +175,16 @@ def test_all_say_the_same_memory(
     monkeypatch.setattr(memory.Demand, "fitting", lambda *_: memory.WayOut("nothing"))
     # Also far from a limit.
     monkeypatch.setattr(memory, "MAX_PIXEL_BYTES", float("inf"))
-    offloaded, size = words == "offload", (64, 64)
-    config = ParallelConfig(**parse_settings("" if offloaded else words))
+    offload: Offload = "model" if words == "offload" else "none"
+    size = (64, 64)
+    config = ParallelConfig(**parse_settings("" if words == "offload" else words))
     if name == "wan":
         saved(tmp_path, name)
         name = str(tmp_path)
     info, hardware = find_model(name), machine("cpu", config.world_size)
-    about = subject(name, hardware, dtype="float32", size=size, frames=frames, offloaded=offloaded)
+    about = subject(name, hardware, dtype="float32", size=size, frames=frames, offload=offload)
     planned, _ = about.demand.largest(config)
-    if not offloaded:
+    if offload == "none":
         given = ["memory", name, "--size", "64x64", "--dtype", "float32"]
         given += [f"--set={setting}={value}" for setting, value in parse_settings(words).items()]
         found = result_of(capsys, *given, *(() if frames is None else ("--frames", str(frames))))
@@ -190,9 +192,9 @@ def test_all_say_the_same_memory(
     parts = torch.float32, torch.device("cpu"), workload_of(info, size, frames=frames)
     # What a process takes by itself is no longer free.
     needed = planned - hardware.device.runtime
-    check_memory(info, config, *parts, limit=1.001 * needed, offloaded=offloaded)
+    check_memory(info, config, *parts, limit=1.001 * needed, offload=offload)
     with pytest.raises(InputError, match="the limit is"):
-        check_memory(info, config, *parts, limit=0.999 * needed, offloaded=offloaded)
+        check_memory(info, config, *parts, limit=0.999 * needed, offload=offload)
 
 
 def folder_of(folder: Path, pipeline: str, **vae: Any) -> ModelInfo:

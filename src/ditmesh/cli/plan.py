@@ -117,7 +117,7 @@ def plan(
         steps=steps,
         dtype=dtype if hardware.device.ahead else "float32",
         pictures=pictures,
-        offloaded=offload != "none",
+        offload=offload,
         size=parse_size(size),
         frames=frames,
         text=text,

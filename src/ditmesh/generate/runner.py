@@ -387,7 +387,7 @@ def fitting_job(job: PictureJob, device: torch.device, side_by_side: bool = Fals
     if not (isinstance(job.config, str) or job.check_memory):
         return job, None
     quieten()
-    info, dtype, offloaded, note = find_model(job.model), getattr(torch, job.dtype), job.offload != "none", None
+    info, dtype, note = find_model(job.model), getattr(torch, job.dtype), None
     guided = None if job.guidance is None else job.guidance > 1
     # The largest call.
     images = max(job.call(number).images for number in range(job.calls))
@@ -401,7 +401,7 @@ def fitting_job(job: PictureJob, device: torch.device, side_by_side: bool = Fals
             device,
             workload,
             job.memory_limit if job.check_memory else float("inf"),
-            offloaded=offloaded,
+            offload=job.offload,
             guidance=guided,
             calls=job.calls if side_by_side else 1,
         )
@@ -409,7 +409,7 @@ def fitting_job(job: PictureJob, device: torch.device, side_by_side: bool = Fals
             return job, None
         job, note = job.changed(config=choice.config), choice.describe() if choice.config.world_size > 1 else None
     if job.check_memory and not isinstance(job.config, str):
-        check_memory(info, job.config, dtype, device, workload, job.memory_limit, offloaded=offloaded)
+        check_memory(info, job.config, dtype, device, workload, job.memory_limit, offload=job.offload)
     return job, note
 
 

@@ -17,6 +17,7 @@ from ..config import ParallelConfig
 from ..engine import DENOISERS, agreed, guided, refusal
 from ..errors import ConfigError, DitmeshError, InputError, LayoutError, first_line
 from ..generate.model_info import ModelInfo
+from ..generate.receipt import Offload
 from ..layout import TokenLayout, known_models
 from ..strategies.heads import heads_of
 from .available import free_memory
@@ -28,7 +29,7 @@ from .walk import FAILURES, model_on_meta
 log = logging.getLogger(__name__)
 
 # By the degrees of tensor and shard a configuration, and the bytes of its rank that needs most.
-TooLarge = dict[tuple[int, int], tuple[ParallelConfig, float]]
+TooLarge = dict[tuple[int, int, bool], tuple[ParallelConfig, float]]
 
 # More than an image's activations take, in bytes a pixel and sample: sizes far from the limit are not predicted.
 MAX_PIXEL_BYTES = 16e3
@@ -71,7 +72,7 @@ class Demand:
     Attributes:
         usual: the model's usual request; workload: the one that is asked for; None: not known, so only the weights
             count.
-        offloaded: text encoders and autoencoder are elsewhere while they do not work.
+        offload: as of `needs`.
         images: of one call; calls: of the pipeline, which groups of ranks may make side by side.
         branches: of guidance.
         runtime: bytes that a process takes before it holds a model.
@@ -82,7 +83,7 @@ class Demand:
     workload: Workload | None
     dtype: torch.dtype
     kind: Literal["cpu", "cuda"]
-    offloaded: bool = False
+    offload: Offload = "none"
     images: int = 1
     calls: int = 1
     branches: int = 1
@@ -96,7 +97,7 @@ class Demand:
         device: torch.device,
         workload: Workload | None,
         without: Collection[str],
-        offloaded: bool,
+        offload: Offload,
         guidance: bool | None = None,
         calls: int = 1,
     ) -> Demand:
@@ -107,7 +108,7 @@ class Demand:
             guidance = guided(getattr(diffusers, info.pipeline_class, None), info.transformer)
         kind, images = "cuda" if device.type == "cuda" else "cpu", 1 if workload is None else workload.pictures
         parts, usual = components_of(info, without), workload_of(info)
-        return cls(parts, usual, workload, dtype, kind, offloaded, images, calls, 1 + guidance)
+        return cls(parts, usual, workload, dtype, kind, offload, images, calls, 1 + guidance)
 
     def largest(self, config: ParallelConfig, usual: bool = False) -> tuple[float, str]:
         """Bytes of the rank that needs most, and in which phase; ``usual``: where no request is known, of the model's
@@ -120,7 +121,7 @@ class Demand:
         if config.inputs == "per-data-rank":
             # Every group has a call of its own.
             config = config.model_copy(update={"data": 1, "inputs": "broadcast"})
-        every = needs(self.components, config, request, self.dtype, self.runtime, self.offloaded, self.kind == "cuda")
+        every = needs(self.components, config, request, self.dtype, self.runtime, self.offload, self.kind == "cuda")
         loading = self.workload is None and not usual
         phase = max((rank.phases[0] if loading else rank.peak for rank in every), key=lambda phase: phase.total)
         return phase.total, phase.name
@@ -137,11 +138,14 @@ class Demand:
         needed: dict[ParallelConfig, float] = {}
 
         def fits(config: ParallelConfig) -> bool:
-            weights = config.tensor, config.shard
+            weights = config.tensor, config.shard, config.precompute
             # Other axes change little of what weights that are cut alike need.
             config = config.for_calls(self.images, self.calls)
             idle = config.data > self.images and config.inputs == "broadcast"
             if weights in passed or idle or refusal(config, models) is not None:
+                return False
+            if config.precompute and self.kind == "cpu":
+                # Nothing leaves host memory.
                 return False
             if room == float("inf"):
                 return True
@@ -158,7 +162,7 @@ class Demand:
         config = ParallelConfig.auto(world_size, heads, images=images, branches=self.branches, fits=fits)
         config = config.for_calls(self.images, self.calls)
         larger = next(iter(passed.values()), None)
-        fitting = (config.tensor, config.shard) not in passed
+        fitting = (config.tensor, config.shard, config.precompute) not in passed
         return Choice(config, self.images * self.calls, room, needed.get(config), larger if fitting else None, fitting)
 
     def heads(self) -> int:
@@ -185,11 +189,11 @@ class Demand:
         passed: TooLarge = {}
         # More ranks of a CPU have less memory each.
         more = self.kind == "cuda" or limited
-        offers = [
-            (self, devices, "") for devices in (world_size, *(MORE_DEVICES if more else ())) if devices >= world_size
-        ]
-        if self.kind == "cuda" and not self.offloaded:
-            offers.append((replace(self, offloaded=True), world_size, " --offload model"))
+        offers = [(self, world_size, "")]
+        if self.kind == "cuda" and self.offload == "none":
+            kinds: tuple[Offload, ...] = ("model", "group")
+            offers += [(replace(self, offload=kind), world_size, f" --offload {kind}") for kind in kinds]
+        offers += [(self, devices, "") for devices in MORE_DEVICES if more and devices > world_size]
         for demand, devices, option in offers:
             with suppress(DitmeshError):
                 choice = demand.choose(devices, room, False, passed if demand is self else {})
@@ -243,6 +247,8 @@ class Choice:
             "shard": "weights are kept in pieces so that they fit",
         }
         why = [reason for name, reason in reasons.items() if getattr(config, name) > 1]
+        if config.precompute:
+            why.append("weights that never see the image wait in host memory")
         if config.sequence > 1:
             why.append("ranks share an image's tokens")
         sentence = f"chosen: {config.describe()} ({', '.join(why) or 'nothing to share'}"
@@ -268,14 +274,14 @@ def check_memory(
     workload: Workload | None = None,
     limit: float | None = None,
     without: Collection[str] = (),
-    offloaded: bool = False,
+    offload: Offload = "none",
 ) -> None:
     """Raise an error if the request does not fit, before anything is read. Every rank calls this alike.
 
     A configuration that cannot be predicted is not refused.
 
     Args:
-        workload, offloaded: as for `Demand`; without: components that are not loaded.
+        workload, offload: as for `Demand`; without: components that are not loaded.
         limit: bytes that a rank may take; default: the device's free memory (on a CPU the host's, in equal parts).
 
     Raises:
@@ -287,7 +293,7 @@ def check_memory(
 
     def look(_: int) -> str | None:
         try:
-            demand = Demand.of(info, dtype, device, workload, without, offloaded)
+            demand = Demand.of(info, dtype, device, workload, without, offload)
             return demand.refusal(config, room, limit is not None)
         except (DitmeshError, OSError) as error:
             log.debug("%s: what it needs is not known: %s", info.name, error)
@@ -308,7 +314,7 @@ def choose_for_ranks(
     limit: float | None = None,
     *,
     without: Collection[str] = (),
-    offloaded: bool = False,
+    offload: Offload = "none",
     guidance: bool | None = None,
     calls: int = 1,
 ) -> Choice | None:
@@ -317,7 +323,7 @@ def choose_for_ranks(
     None: the class has no reviewed layout, so its transformer has to be looked at first.
 
     Args:
-        info, dtype, device, workload, limit, without, offloaded: as for `check_memory`; calls: as for `Demand`.
+        info, dtype, device, workload, limit, without, offload: as for `check_memory`; calls: as for `Demand`.
         guidance: whether it runs two branches; default: whether the pipeline does when it is not told.
     """
     if info.transformer_class not in known_models():
@@ -325,7 +331,7 @@ def choose_for_ranks(
     room, near = _room(info, dtype, device, workload, limit)
 
     def look(ranks: int) -> Choice:
-        demand = Demand.of(info, dtype, device, workload, without, offloaded, guidance, calls)
+        demand = Demand.of(info, dtype, device, workload, without, offload, guidance, calls)
         try:
             return demand.choose(ranks, room if near else float("inf"))
         except FAILURES as error:

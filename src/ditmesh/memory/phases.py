@@ -11,13 +11,14 @@ import torch
 
 from ..config import ParallelConfig
 from ..errors import InputError
+from ..generate.receipt import Offload
 from ..layout import known_models
 from ..layout.describe import meta_model
 from ..strategies.pipefusion.stages import first_cut, kinds_of, stage_of
 from .ahead import computed_ahead
 from .cache import Needs, kept
 from .sizes import Workload
-from .walk import decode, denoise, key_bytes, walk_encoder
+from .walk import decode, denoise, key_bytes, largest_layer, walk_encoder
 
 PicturePhase = Literal["load", "encode", "denoise", "decode"]
 
@@ -93,7 +94,7 @@ def needs(
     workload: Workload,
     dtype: torch.dtype,
     process: float = 0.0,
-    offloaded: bool = False,
+    offload: Offload = "none",
     gpu: bool = False,
 ) -> list[RankNeeds]:
     """Predict the memory of every rank from configurations, without computing anything.
@@ -104,7 +105,8 @@ def needs(
 
     Args:
         process: bytes of a process without a model.
-        offloaded: text encoders and autoencoder are elsewhere while they do not work.
+        offload: text encoders and autoencoder are elsewhere while they do not work (``"model"``), or each of their
+            layers is (``"group"``, ``"sequential"``).
         gpu: weights of what `precompute` computes ahead are not on the device.
 
     Raises:
@@ -117,6 +119,7 @@ def needs(
         [walk_encoder(part.kind, part.settings, chosen, workload.text, dtype) for part in components.encoders.values()]
         for chosen in (alone, among if config.text_encoder in ("tensor", "sharded") else alone)
     )
+    offloaded, layers = offload != "none", offload in ("group", "sequential")
     # Offloaded encoders are there one by one, while they encode.
     largest = max(encoders, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))
     loaded, encoding = (0.0 if offloaded else sum(each.weights for each in every) for every in (uncut, encoders))
@@ -126,11 +129,13 @@ def needs(
         around = dit.weights - away.weights + (0.0 if offloaded else vae.weights + components.other)
         phases = [Phase("load", around + loaded, process=process)]
         if encoders:
-            weights = around + (largest.weights if offloaded else encoding)
+            parts = components.encoders.values()
+            layer = max(largest_layer(part.kind, part.settings, dtype) for part in parts) if layers else 0.0
+            weights = around + (layer if layers else largest.weights if offloaded else encoding)
             phases.append(Phase("encode", weights, largest.activations, process=process))
         phases.append(Phase("denoise", around + later, dit.activations, process=process))
         if components.vae is not None:
-            pixels = around + later + offloaded * vae.weights
+            pixels = around + later + (vae.weights if offload == "model" else 0.0)
             phases.append(Phase("decode", pixels, vae.activations, dit.kept, process))
         stages.append(RankNeeds(stage, config.world_size // config.pipe, tuple(phases)))
     return stages

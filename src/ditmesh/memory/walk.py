@@ -377,6 +377,12 @@ def decode(
         return Needs(weight_bytes(vae), alive.peak)
 
 
+def largest_layer(kind: str, settings: Mapping[str, Any], dtype: torch.dtype) -> float:
+    """Bytes of the weights of a text encoder's largest layer, such as its table of words."""
+    modules = encoder_on_meta(kind, settings).modules()
+    return dtype.itemsize * max(sum(each.numel() for each in module.parameters(recurse=False)) for module in modules)
+
+
 def encoder_on_meta(kind: str, settings: Mapping[str, Any]) -> Any:
     """A text encoder without values, of a class of transformers and its configuration.
 

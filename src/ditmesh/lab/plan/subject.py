@@ -13,6 +13,7 @@ import torch
 from ...config import ParallelConfig
 from ...errors import ConfigError, DitmeshError, InputError, LayoutError
 from ...generate.model_info import find_model
+from ...generate.receipt import Offload
 from ...memory.catalogue import Shape, shapes
 from ...memory.check import Choice, Demand, components_of, components_of_shape, gigabytes
 from ...memory.sizes import Workload, workload_of
@@ -53,7 +54,7 @@ def subject(
     steps: int | None = None,
     dtype: str = "bfloat16",
     pictures: int = 1,
-    offloaded: bool = False,
+    offload: Offload = "none",
     **sizes: Any,
 ) -> PlanSubject:
     """The model of a name and its request on some hardware; None: the default.
@@ -62,7 +63,7 @@ def subject(
         name: of the catalogue (`ditmesh.memory.catalogue`), else a folder, a hub id or an embedded model.
         steps: of denoising.
         pictures: made at once.
-        offloaded: text encoders and autoencoder are elsewhere while they do not work.
+        offload: what text encoders and autoencoder are elsewhere; as of `needs`.
         sizes: what else `workload_of` takes.
 
     Raises:
@@ -89,7 +90,7 @@ def subject(
         workload,
         DTYPES[dtype],
         hardware.device.kind,
-        offloaded,
+        offload,
         images=pictures,
         branches=workload.branches,
         runtime=hardware.device.runtime,
