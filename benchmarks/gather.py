@@ -1,7 +1,7 @@
 """Keys and values gathered on every rank, beside Ulysses and the ring: 8, 6 and 5 heads, and grouped-query attention.
 
-    python benchmarks gather                            # four tables; wants a quiet machine
-    python benchmarks gather --json out.json            # and every figure
+python benchmarks gather                            # four tables; wants a quiet machine
+python benchmarks gather --json out.json            # and every figure
 """
 
 from __future__ import annotations

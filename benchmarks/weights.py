@@ -22,12 +22,12 @@ from torch import nn
 
 from ditmesh.config import ParallelConfig
 from ditmesh.layout import layout_of
-from ditmesh.memory import phases as predict
 from ditmesh.memory.cards import card
 from ditmesh.memory.catalogue import shapes
 from ditmesh.memory.check import components_of_shape
 from ditmesh.memory.phases import needs
 from ditmesh.memory.sizes import workload_of
+from ditmesh.memory.walk import walk_encoder
 from ditmesh.strategies.pipefusion.stages import elsewhere, first_cut
 from ditmesh.strategies.tensor.slices import plan_slices
 from harness import command_line
@@ -196,8 +196,9 @@ def predicted(name: str, config: dict[str, int], size: tuple[int, int] | None) -
     found = needs(replace(components, encoders={}), ParallelConfig(**config), request, torch.bfloat16, process)
     peak = max((one.peak for one in found), key=lambda phase: phase.total)
     # Of plain diffusers, with nothing else on the device.
-    text = predict._encoding(components, ParallelConfig(), request, torch.bfloat16)
-    encoding = text.encoding + text.activations + process
+    alone, parts = ParallelConfig(), components.encoders.values()
+    texts = [walk_encoder(part.kind, part.settings, alone, request.text, torch.bfloat16) for part in parts]
+    encoding = sum(each.weights for each in texts) + max(each.activations for each in texts) + process
     asked = f"{request.width} x {request.height}" + (f", {shape.num_frames} frames" if shape.num_frames > 1 else "")
     return asked, encoding / 1e9, peak.name, peak.total / 1e9
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -186,17 +187,18 @@ class Demand:
 
     def fitting(self, world_size: int, room: float, limited: bool) -> WayOut:
         """A configuration that fits, with the options to type: on as many devices first, then on more."""
-        passed: TooLarge = {}
         # More ranks of a CPU have less memory each.
         more = self.kind == "cuda" or limited
-        offers = [(self, world_size, "")]
-        if self.kind == "cuda" and self.offload == "none":
-            kinds: tuple[Offload, ...] = ("model", "group")
-            offers += [(replace(self, offload=kind), world_size, f" --offload {kind}") for kind in kinds]
-        offers += [(self, devices, "") for devices in MORE_DEVICES if more and devices > world_size]
-        for demand, devices, option in offers:
+        kinds: tuple[Offload, ...] = ("none", "model", "group")
+        if self.kind == "cpu" or self.offload != "none":
+            kinds = (self.offload,)
+        demands = {kind: replace(self, offload=kind) for kind in kinds}
+        passed: dict[str, TooLarge] = {kind: {} for kind in demands}
+        counts = [world_size, *(devices for devices in MORE_DEVICES if more and devices > world_size)]
+        for devices, (kind, demand) in product(counts, demands.items()):
+            option = "" if kind == self.offload else f" --offload {kind}"
             with suppress(DitmeshError):
-                choice = demand.choose(devices, room, False, passed if demand is self else {})
+                choice = demand.choose(devices, room, False, passed[kind])
                 if choice.fits and choice.needed is not None:
                     options = choice.config.options() + option
                     return WayOut(f"{options} fits, with {gigabytes(choice.needed)} GB on a rank", options)
