@@ -67,7 +67,7 @@ def pipeline(family: str) -> tuple[Any, Any, str]:
         pipe, result = made.make(), made.result
 
         def call() -> dict[str, Any]:
-            return more_pipelines.arguments(family, [1, 2] if made.several else [1], steps=STEPS)
+            return more_pipelines.arguments(family, [1, 2], steps=STEPS)
 
     models = {name: copy.deepcopy(one) for name, one in pipe.components.items() if isinstance(one, nn.Module)}
     pipe.register_modules(**models)
