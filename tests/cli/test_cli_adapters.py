@@ -17,7 +17,7 @@ from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.generate.receipt import read_receipt
 from support.adapters import save_flux_ip_adapter, save_sd3_controlnet, save_sd3_ip_adapter
-from support.exam.images import FLUX
+from support.exam import EXAMS
 
 FOX, STEPS, SEED, SCALE = "a red fox", 4, 3, 0.7
 
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformer = diffusers.SD3Transformer2DModel.from_pretrained(zoo.path(), subfolder="transformer")
     save_sd3_controlnet(folder / "controlnet", transformer)
     save_sd3_ip_adapter(folder / "sd3-ip", transformer)
-    flux = FLUX["FluxPipeline"].make()
+    flux = EXAMS["FluxPipeline"].make()
     flux.save_pretrained(folder / "flux")
     save_flux_ip_adapter(folder / "flux-ip", flux.transformer)
     return folder

@@ -14,7 +14,7 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.generate.run import generate
 from ditmesh.generate.steps import SchedulerStep, StepEvents
 from ditmesh.request import PictureRequest
-from support.exam import videos
+from support.exam import EXAMS
 
 
 def test_listeners_hear_of_every_step_until_they_are_taken_off():
@@ -50,7 +50,7 @@ def test_progress_ends_where_the_schedule_does(scheduler: str | None, steps: int
 
 def test_a_copied_scheduler_takes_its_own_steps():
     """Pipelines of video with sound copy their scheduler, and what is patched on it stays behind."""
-    exam = videos.EXAMS["LTX2Pipeline"]
+    exam = EXAMS["LTX2Pipeline"]
     pipe = exam.make()
     pipe.set_progress_bar_config(disable=True)
     truth = pipe(**exam.call([1]))

@@ -1,23 +1,30 @@
 """The composition matrix: every class under every strategy, and under pairs and triples of them.
 
 ``make test`` runs a slice of it that touches every class and every combination; ``make test-all`` runs the
-whole, and ``--write-support`` writes the outcome to ``src/ditmesh/support.json`` and ``docs/support.md``.
+whole, and ``--write-support`` writes the outcome to ``src/ditmesh/strategies/support.json`` and ``docs/support.md``.
+Classes without a reviewed layout, of which the call in the form in which a pipeline makes it is all that ditmesh has,
+are written to docs/classes.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
-import torch
 
 import ditmesh
 from ditmesh.config import ParallelConfig
+from ditmesh.layout import known_models
 from ditmesh.parts.part import whole_of
 from ditmesh.recipe import RECIPE
 from ditmesh.strategies import support
-from support.models import MAKERS, RAGGED, inputs, relative_error, run, tiny
+from support.classes import CASES as CLASSES
+from support.models import MAKERS, RAGGED, inputs, run, tiny
+from support.outcome_pages import Rows, page
+from support.parity import agreed, derived, largest_error, of_class, tensors
 from support.support_page import as_markdown
 
 TOLERANCE = 1e-5
@@ -81,7 +88,7 @@ def outcome(name: str, config: dict[str, Any]) -> dict[str, Any]:
     Displaced and PipeFusion: the synchronous step, and a stale one at the same inputs, which must be exact as well.
     """
     model, arguments = tiny(name), inputs(name, RAGGED)
-    truth = run(model, arguments)
+    truth = tensors(run(model, arguments))
     try:
         with ditmesh.parallelized(model, config):
             values = [whole_of(run(model, arguments))]
@@ -92,14 +99,8 @@ def outcome(name: str, config: dict[str, Any]) -> dict[str, Any]:
                 values.append(run(model, arguments))
     except (ditmesh.InputError, ditmesh.ConfigError) as error:
         return {"refused": str(error)}
-    error = max(relative_error(a, b) for value in values for a, b in zip(flat(value), flat(truth), strict=True))
+    error = max(largest_error(tensors(value), truth) for value in values)
     return {"error": error} if error <= TOLERANCE else {"wrong": error}
-
-
-def flat(output: Any) -> list[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        return [output]
-    return [tensor for item in output for tensor in flat(item)]
 
 
 @pytest.mark.parametrize(
@@ -150,3 +151,83 @@ def test_untested_combinations_warn_by_name(monkeypatch):
     with pytest.raises(ditmesh.ConfigError, match="M with ring=2 is known to give a wrong image"):
         support.check_tested("M", ParallelConfig(ring=2), RECIPE)
     support.check_tested("M", ParallelConfig(ulysses=4), RECIPE)
+
+
+# --- classes without a reviewed layout --------------------------------------------------------------------------------
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "ulysses=2": {"ulysses": 2},
+    "ring=2": {"ring": 2},
+    "gather=2": {"ring": 2, "exchange": "gather"},
+    "data=2": {"data": 2},
+}
+
+# What is refused when tokens are cut: class (and form, or all of its forms), and what the sentence names.
+REFUSED = {
+    "AnyFlowFARTransformer3DModel chunks before": "attention_mask",
+    "AnyFlowFARTransformer3DModel chunk": "queries",
+    "Flux2Transformer2DModel + caches": "kv_cache",
+    "GlmImageTransformer2DModel edit": "kv_cache",
+    "GlmImageTransformer2DModel image before": "kv_cache",
+    "MiniMaxMusic3RVQDepthDecoder": "is_causal",
+    "QwenImage21Transformer2DModel": "transformer_blocks.0",
+    "RFD4ProteinaTransformer": "transformer_layers.0",
+    "SanaVideoTransformer3DModel": "Conv2d",
+    "SanaWMLTX2RefinerTransformer3DModel": "kv_cache",
+    "SanaWMTransformer3DModel": "blocks.0",
+    "StableAudio3DiTModel inpaint": "transformer_blocks.0",
+    "WanAnimate2Transformer3DModel": "kv_cache",
+}
+
+INTRODUCTION = f"""# Classes without a reviewed layout
+
+These transformer classes of diffusers have no reviewed layout; ditmesh derives their layout from the first
+call ([layouts.md](layouts.md#a-layout-from-a-call)). For classes with a reviewed layout see [support.md](support.md).
+To look at the layout of a model:
+
+```text
+ditmesh layout MODEL
+```
+
+Each class is a tiny float32 model of diffusers {diffusers.__version__}, called twice in the form in which its
+pipelines call it, on two gloo ranks, and compared with the unmodified model. The figure is the largest relative
+error; 0 means bit-identical. *refused* means that the call raises an error; its message is below the table.
+`pytest tests/strategies/test_matrix.py -k test_every_form -m matrix --write-support` generates this page.
+
+"""
+
+
+def summary(rows: Rows) -> str:
+    right = {name.split()[0] for (name, _), row in rows.items() if "error" in row.get("ulysses=2", {})}
+    return f"{len(right)} of {len({name.split()[0] for name, _ in rows})} classes run with their tokens cut."
+
+
+@pytest.fixture(scope="module")
+def rows(request: pytest.FixtureRequest) -> Iterator[Rows]:
+    """Of docs/classes.md."""
+    wanted = request.config.getoption("--write-support")
+    with page("classes.md", wanted, INTRODUCTION, ["transformer", "call"], CONFIGS, summary) as rows:
+        yield rows
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("name", "form"), [(name, form) for name, case in CLASSES.items() for form in case.calls])
+def test_every_form(ranks, name, form, config, rows):
+    results = ranks(2).run(derived, of_class, (name, form), CONFIGS[config])
+    word = next((word for key, word in REFUSED.items() if f"{name} {form}".startswith(key)), None)
+    if config == "data=2":
+        # Which samples cannot be run apart is none of the layout's.
+        word = "" if "refused" in results[0] else None
+    rows.setdefault((name, form), {})[config] = agreed(results, word, TOLERANCE)
+
+
+def test_no_class_is_left_out():
+    """All transformers that diffusers exports have a reviewed layout or a case."""
+    kinds = [getattr(diffusers, name) for name in dir(diffusers) if not name.startswith("_")]
+    transformers = {
+        kind.__name__
+        for kind in kinds
+        if isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin) and ".transformers." in kind.__module__
+    }
+    assert transformers - set(known_models()) <= {name.split()[0] for name in CLASSES}

@@ -1,4 +1,4 @@
-"""The parity matrix: class x strategy x degree x batch, against the unmodified model in float32."""
+"""N ranks make what one device makes: classes in float32 with a reviewed or a derived layout, and of other manners."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ import pytest
 
 import ditmesh
 from ditmesh.layout import layout_of
+from support import foreign
+from support.classes import CASES
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, sizes, tiny
 from support.parity import (
+    agreed,
+    derived,
+    forms_in_turn,
+    made_up,
+    of_class,
+    of_others,
     parity,
     parity_of_all_sizes,
     without_exchange,
@@ -52,8 +60,8 @@ def test_equals_one_device(ranks, model, config, size):
 @pytest.mark.parametrize(("model", "config"), sampled(MODELS, CONFIGS, of=4), ids=str)
 def test_negative_control(ranks, model, config):
     """Without the exchange the same comparison fails on every rank, by orders of magnitude."""
-    for error in ranks(ranks_of(config)).run(without_exchange, model, config, RAGGED):
-        assert error > 100 * TOLERANCE
+    for result in ranks(ranks_of(config)).run(without_exchange, parity, model, config, RAGGED):
+        assert result["error"] > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -71,11 +79,73 @@ def test_every_class_equals_one_device(ranks, model, config):
     texts = ("shard", "replicate") if any(s.name == "text" for r in layout.regions for s in r.streams) else ("shard",)
     pool = ranks(ranks_of(config))
     for results in pool.run(parity_of_all_sizes, model, config, texts):
-        for label, text, error, repeats in results:
-            assert error <= TOLERANCE, (label, text)
-            assert repeats
-    for error in pool.run(without_exchange, model, config, sizes(model)["B=2 ragged"]):
-        assert error > 100 * TOLERANCE
+        for what, result in results.items():
+            assert result["error"] <= TOLERANCE, what
+            assert result["repeats"]
+    for result in pool.run(without_exchange, parity, model, config, sizes(model)["B=2 ragged"]):
+        assert result["error"] > 100 * TOLERANCE
+
+
+# Ways through the derivation of a layout that no other case takes, and what refuses.
+DERIVED = [
+    ("HiDreamImageTransformer2DModel", "square", None),  # text that changes between blocks; gathered between blocks
+    ("NucleusMoEImageTransformer2DModel", "prompt", None),  # experts that choose their tokens
+    ("ConsisIDTransformer3DModel", "guidance", None),  # a stream that only counts by its length behind the blocks
+    ("SD3Transformer2DModel + IP-Adapter", "guidance", None),
+    ("ZImageTransformer2DModel + ControlNet", "prompt", None),
+    ("StableAudio3DiTModel", "guidance", None),
+    ("GlmImageTransformer2DModel", "edit", "kv_cache"),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "word"), DERIVED, ids=str)
+def test_a_class_without_a_reviewed_layout(ranks, name, form, word):
+    agreed(ranks(2).run(derived, of_class, (name, form), {"ulysses": 2}), word, TOLERANCE)
+
+
+FRESH = {"exchange": "displaced", "warmup": "fixed(9)"}
+# Configurations, and the calls of models with others' manners that are made with each; None: all of them.
+OTHERS = [
+    ({"ulysses": 2}, None),
+    ({"ring": 2}, None),
+    ({"ring": 2, "text": "replicate"}, ["image", "frames"]),
+    ({"ring": 2, **FRESH}, ["image", "frames"]),
+    ({"ulysses": 2, "reproducible": True}, ["image", "frames"]),
+    ({"cfg": 2}, ["two images", "two films"]),
+    ({"pipe": 2, "patches": 2, "warmup": "fixed(9)"}, ["image", "film"]),
+]
+
+
+@pytest.mark.parametrize(("config", "names"), OTHERS, ids=str)
+def test_other_manners(ranks, config, names):
+    for name in names or foreign.calls():
+        # A patch of a film has no place in its tokens' three dimensions.
+        word = "stand along several dimensions" if "pipe" in config and name == "film" else None
+        agreed(ranks(2).run(derived, of_others, (name,), config), word, TOLERANCE)
+
+
+@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}], ids=str)
+def test_a_class_that_nobody_listed(ranks, config):
+    """Without and with a convolution, whose tokens see their neighbours without attention; and the negative control."""
+    pool = ranks(ranks_of(config))
+    for convolution in (False, True):
+        agreed(pool.run(derived, made_up, (convolution,), config), None, TOLERANCE)
+    for result in pool.run(without_exchange, derived, made_up, (False,), config):
+        assert result["error"] > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "forms"),
+    [
+        ("MotifVideoTransformer3DModel plain", ("prompt", "image", "prompt")),
+        pytest.param("BriaTransformer2DModel", ("guidance", "controlnet"), marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_a_call_of_another_form_is_looked_at_anew(ranks, name, forms):
+    for config in ({"ulysses": 2}, {"ring": 2, "text": "shard"}, {"ulysses": 2, "reproducible": True}):
+        for errors in ranks(2).run(forms_in_turn, name, forms, config):
+            assert max(errors) <= TOLERANCE, config
 
 
 @pytest.mark.parametrize(
@@ -106,8 +176,6 @@ def test_virtual_ranks_equal_one_device(model, ring, more):
 
 
 def bytes_of_grouped_queries(config):
-    from support.classes import CASES
-
     case = CASES["AceStepTransformer1DModel"]
     model = case.make()
     with ditmesh.parallelized(model, config):

@@ -1,16 +1,20 @@
 """Transformers of diffusers without a reviewed layout, and calls of them in the forms that their pipelines make.
 
-A call is recorded when a test first asks for it: the pipeline of an exam runs until it calls its transformer. Classes
-that no pipeline of an exam calls have calls that are written down here.
+What calls.json says of a form: ``exam``, ``prompts`` (by number), ``number`` of the call, and ``part`` of the pipeline
+that is called, whose call is recorded when a test first asks for it, ``prepare`` for what changes the pipeline before,
+``asked`` for arguments of the pipeline, and ``then`` for arguments that differ from those that it makes; or
+``written`` and ``by`` for calls that no pipeline of an exam makes: arguments, and a function of this file.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +26,8 @@ from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2K
 from diffusers.models.unets.unet_dreamlite import DreamLiteAttnProcessor2_0
 from torch import Tensor, nn
 
-from support.exam import Exam, images, others, videos
+from support.exam import EXAMS, arguments, left_out
 from support.models import fresh
-
-EXAMS: dict[str, Exam] = {**images.EXAMS, **videos.EXAMS, **others.EXAMS}
 
 
 @dataclass(frozen=True)
@@ -40,64 +42,54 @@ class _Reached(Exception):
     """The call that is to be recorded."""
 
 
-@dataclass(frozen=True, eq=False)
-class Recorded:
-    """A call that the pipeline of an exam makes.
+@cache
+def recording(name: str, form: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The model that a pipeline calls, and its arguments by name."""
+    row = ROWS_OF_CLASSES[name]["forms"][form]
+    exam, number = EXAMS[row["exam"]], row.get("number", 0)
+    pipe, calls = exam.make(), []
+    if "prepare" in row:
+        CHANGES[row["prepare"]](pipe)
+    pipe.set_progress_bar_config(disable=True)
+    model = getattr(pipe, row.get("part", "transformer"))
 
-    Attributes:
-        exam: name of the exam.
-        prompts: numbers of the prompts.
-        number: which of the calls.
-        part: the component that is called.
-        prepare: changes the pipeline.
-        then: arguments that differ from those of the pipeline; an argument that is ``...`` is left out.
-        asked: arguments of the pipeline beside the exam's.
-    """
+    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(copy.deepcopy(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
+        if len(calls) > number:
+            raise _Reached
 
-    exam: str
-    prompts: Sequence[int] = (1,)
-    number: int = 0
-    part: str = "transformer"
-    prepare: Callable[[Any], Any] | None = None
-    then: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
-    asked: dict[str, Any] = field(default_factory=dict)
-
-    @cache  # noqa: B019  (as many as there are in `CASES`)
-    def recording(self) -> tuple[nn.Module, dict[str, Any]]:
-        """The model, and its arguments by name."""
-        exam = EXAMS[self.exam]
-        pipe = exam.make()
-        if self.prepare is not None:
-            self.prepare(pipe)
-        pipe.set_progress_bar_config(disable=True)
-        model, calls = getattr(pipe, self.part), []
-
-        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.append(copy.deepcopy(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
-            if len(calls) > self.number:
-                raise _Reached
-
-        handle = model.register_forward_pre_hook(note, with_kwargs=True)
-        torch.manual_seed(0)
-        try:
-            with torch.no_grad():
-                pipe(**{**exam.call(list(self.prompts)), **self.asked})
-        except _Reached:
-            pass
-        finally:
-            handle.remove()
-        call = calls[self.number]
-        changed = {**call, "return_dict": False, **self.then(call)}
-        return copy.deepcopy(model), {key: value for key, value in changed.items() if value is not ...}
-
-    def call(self) -> dict[str, Any]:
-        return copy.deepcopy(self.recording()[1])
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    prompts = row.get("prompts", [1])
+    torch.manual_seed(0)
+    try:
+        with torch.no_grad():
+            pipe(**exam.call(prompts) | arguments(row.get("asked", []), prompts))
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
+    then = row.get("then", {})
+    changed = CHANGES[then](calls[number]) if isinstance(then, str) else arguments(then, prompts)
+    call = {**calls[number], "return_dict": False, **changed}
+    return copy.deepcopy(model), {key: value for key, value in call.items() if not left_out(value)}
 
 
-def recorded(model: str | None = None, /, **forms: Recorded) -> Case:
-    """A case of recorded calls by form (``_`` stands for a space); the model of the first one, or one of parts.json."""
-    make = partial(fresh, model) if model else lambda: copy.deepcopy(next(iter(forms.values())).recording()[0])
-    return Case(make, {form.replace("_", " "): made.call for form, made in forms.items()})
+def call_of(name: str, form: str) -> dict[str, Any]:
+    """Arguments of a form of call."""
+    row = ROWS_OF_CLASSES[name]["forms"][form]
+    if "exam" in row:
+        return copy.deepcopy(recording(name, form)[1])
+    given = arguments(row.get("written", {}), [1])
+    return CALLS[row["by"]](**given) if "by" in row else given
+
+
+def made(name: str) -> nn.Module:
+    """The model of a class: as the pipeline of its first form has it, or by a function or a name of parts.json."""
+    row = ROWS_OF_CLASSES[name]
+    form, first = next(iter(row["forms"].items()))
+    if "model" in row:
+        return MODELS[row["model"]]() if row["model"] in MODELS else fresh(row["model"])
+    return copy.deepcopy(recording(name, form)[0]) if "exam" in first else fresh(name)
 
 
 def noise(*shape: int, seed: int = 5) -> Tensor:
@@ -123,8 +115,6 @@ def written(**arguments: Any) -> dict[str, Any]:
 
 
 # --- changes of recorded calls, and of pipelines ---------------------------------------------------------------------
-
-ALONE = {"guidance_scale": 1.0}
 
 
 def flex(pipe: Any = None) -> nn.Module:
@@ -174,6 +164,15 @@ def conditioned(call: dict[str, Any]) -> dict[str, Any]:
     return {"image_cond_hidden_states": noise(*call["hidden_states"].shape), "image_cond_ids": ids}
 
 
+def as_control(call: dict[str, Any]) -> dict[str, Any]:
+    """As the pipeline for control would call it, which fails (`LEFT_OUT` of the pipelines' suite)."""
+    return {"inpaint_latents": "...", "control_latents": call["inpaint_latents"]}
+
+
+def text_alone(call: dict[str, Any]) -> dict[str, Any]:
+    return {"encoder_hidden_states": call["encoder_hidden_states"][0]}
+
+
 # --- calls without a pipeline ----------------------------------------------------------------------------------------
 
 # Heads and their channels; tokens of an image with an odd number of rows and columns, of a video's frames, of the
@@ -192,7 +191,7 @@ def dreamlite() -> nn.Module:
     return model
 
 
-def unet_part(masked: bool) -> dict[str, Any]:
+def unet_part(masked: bool = False) -> dict[str, Any]:
     """As in the U-Nets of Stable Diffusion, for which it is a part and no denoiser of its own."""
     bias = torch.where(valid([TEXT, 4], TEXT), 0.0, -10000.0)[:, None] if masked else None
     given = written(hidden_states=(2, 16, ROWS, COLS), encoder_hidden_states=(2, TEXT, TEXT_DIM))
@@ -330,286 +329,13 @@ def spectrogram() -> dict[str, Any]:
     }
 
 
-WRITTEN: dict[str, Case] = {
-    "DreamLiteTransformer2DModel": Case(
-        dreamlite, {"guidance": lambda: unet_part(False), "padded prompts": lambda: unet_part(True)}
-    ),
-    "JoyImageEditPlusTransformer3DModel": Case(
-        partial(fresh, "JoyImageEditPlusTransformer3DModel"),
-        {
-            "edit": lambda: joy_plus([[(1, ROWS, COLS), (1, 3, 4)]], [TEXT]),
-            "guidance": lambda: joy_plus([[(1, ROWS, COLS), (1, 3, 4)], [(1, ROWS, COLS)]], [4, TEXT]),
-        },
-    ),
-    "MiniMaxH3Transformer3DModel": Case(
-        partial(fresh, "MiniMaxH3Transformer3DModel"), {"prompt": lambda: minimax(0), "keyframes": lambda: minimax(2)}
-    ),
-    # The decoder of a frame's codes: a small causal language model over at most eight tokens, no denoiser.
-    "MiniMaxMusic3RVQDepthDecoder": Case(
-        partial(fresh, "MiniMaxMusic3RVQDepthDecoder"),
-        {
-            "first code": lambda: {"inputs_embeds": noise(2, 2, DIM)},
-            "last code": lambda: {"inputs_embeds": noise(2, 8, DIM)},
-        },
-    ),
-    "MiniMaxMusic3Transformer1DModel": Case(
-        partial(fresh, "MiniMaxMusic3Transformer1DModel"),
-        {
-            "song": lambda: written(
-                hidden_states=(1, 8, SOUND), timestep=torch.tensor([0.6]), encoder_hidden_states=(1, SOUND, 10)
-            )
-        },
-    ),
-    "PriorTransformer + shapes": Case(
-        partial(fresh, "PriorTransformer + shapes"),
-        {
-            "guidance": lambda: written(
-                hidden_states=(2, SOUND, 16), timestep=torch.tensor(601), proj_embedding=(2, TEXT, 10)
-            )
-        },
-    ),
-    # Beside the tokens of a protein there is a square of pairs, which the tokens change between blocks.
-    "RFD4ProteinaTransformer": Case(
-        partial(fresh, "RFD4ProteinaTransformer"),
-        {"design": lambda: proteina([13]), "padded designs": lambda: proteina([13, 9], passes=2)},
-    ),
-    "SanaWMLTX2RefinerTransformer3DModel": Case(
-        partial(fresh, "SanaWMLTX2RefinerTransformer3DModel"),
-        {
-            "first frames": lambda: refiner("capture_pre_rope"),
-            "next frames": lambda: refiner("inject"),
-            "next frames noted": lambda: refiner("inject_and_capture_post_rope"),
-        },
-    ),
-    "T5FilmDecoder": Case(partial(fresh, "T5FilmDecoder"), {"spectrogram": spectrogram}),
-    "Transformer2DModel": Case(
-        partial(fresh, "Transformer2DModel"),
-        {"guidance": lambda: unet_part(False), "padded prompts": lambda: unet_part(True)},
-    ),
-    # As in pipelines of PixArt that were saved before it had a class of its own.
-    "Transformer2DModel + patches": Case(
-        partial(fresh, "Transformer2DModel + patches"),
-        {
-            "guidance": lambda: written(
-                hidden_states=(2, 4, *PIXELS),
-                encoder_hidden_states=(2, TEXT, TEXT_DIM),
-                timestep=torch.tensor([601, 601]),
-                added_cond_kwargs={"resolution": None, "aspect_ratio": None},
-                encoder_attention_mask=valid([4, TEXT], TEXT).long(),
-            )
-        },
-    ),
-    "Transformer2DModel + vectors": Case(
-        partial(fresh, "Transformer2DModel + vectors"),
-        {
-            "guidance": lambda: written(
-                hidden_states=whole(12, 2, ROWS * ROWS),
-                encoder_hidden_states=(2, TEXT, TEXT_DIM),
-                timestep=torch.tensor(60),
-            )
-        },
-    ),
-    # A part of video U-Nets: a place of the picture is a sample and its frames are the tokens.
-    "TransformerTemporalModel": Case(
-        partial(fresh, "TransformerTemporalModel"),
-        {"video": lambda: written(hidden_states=(10, 16, 3, 4), num_frames=5, cross_attention_kwargs=None)},
-    ),
-    "WanAnimate2Transformer3DModel": Case(
-        animate_2,
-        {"driving video": lambda: animate_2_call("extract"), "caches read": lambda: animate_2_call("cached")},
-    ),
+CHANGES = {
+    one.__name__: one for one in (flex, heard, beside_a_picture, exchanged, last, conditioned, as_control, text_alone)
 }
-
-TWO = (1, 2)  # prompts
-RECORDED: dict[str, Case] = {
-    "AceStepTransformer1DModel": recorded(
-        guidance=Recorded("AceStepPipeline"), plain=Recorded("AceStepPipeline", asked=ALONE)
-    ),
-    "AllegroTransformer3DModel": recorded(
-        guidance=Recorded("AllegroPipeline"), prompt=Recorded("AllegroPipeline", asked=ALONE)
-    ),
-    "AnyFlowFARTransformer3DModel": recorded(
-        chunk=Recorded("AnyFlowFARPipeline", number=3), chunks_before=Recorded("AnyFlowFARPipeline", number=5)
-    ),
-    "AnyFlowTransformer3DModel": recorded(
-        guidance=Recorded("AnyFlowPipeline"), prompt=Recorded("AnyFlowPipeline", then=last)
-    ),
-    "BriaFibo2Transformer2DModel": recorded(
-        prompt=Recorded("BriaFibo2Pipeline", then=lambda _: {"encoder_attention_mask": None}),
-        padded_prompts=Recorded("BriaFibo2Pipeline", TWO),
-        edit=Recorded("BriaFibo2Pipeline pictures", TWO),
-    ),
-    "BriaFiboTransformer2DModel": recorded(
-        guidance=Recorded("BriaFiboPipeline"),
-        plain=Recorded("BriaFiboPipeline", asked=ALONE),
-        edit=Recorded("BriaFiboEditPipeline"),
-    ),
-    "BriaTransformer2DModel": recorded(
-        guidance=Recorded("BriaPipeline"),
-        # The single blocks' residuals are left out: the forward takes the text off their tokens again and fails.
-        controlnet=Recorded(
-            "BriaPipeline", then=lambda _: {"controlnet_block_samples": [noise(2, 35, DIM, seed=n) for n in (1, 2)]}
-        ),
-    ),
-    "ChronoEditTransformer3DModel": recorded(
-        edit=Recorded("ChronoEditPipeline", number=2), frames_between=Recorded("ChronoEditPipeline")
-    ),
-    "CogView3PlusTransformer2DModel": recorded(guidance=Recorded("CogView3PlusPipeline")),
-    "ConsisIDTransformer3DModel": recorded(
-        guidance=Recorded("ConsisIDPipeline"), prompt=Recorded("ConsisIDPipeline", asked=ALONE)
-    ),
-    "Cosmos3OmniTransformer": recorded(
-        prompt=Recorded("Cosmos3OmniPipeline", asked={"image": None}),
-        image=Recorded("Cosmos3OmniPipeline"),
-        sound=Recorded("Cosmos3OmniPipeline", prepare=heard, asked={"image": None, "enable_sound": True}),
-    ),
-    "CosmosTransformer3DModel + ControlNet": recorded(
-        "CosmosTransformer3DModel + ControlNet",
-        video=Recorded(
-            "Cosmos2_5_TransferPipeline", then=lambda call: {"encoder_hidden_states": call["encoder_hidden_states"][0]}
-        ),
-    ),
-    "CosmosTransformer3DModel + ControlNet and image": recorded(video=Recorded("Cosmos2_5_TransferPipeline")),
-    "EasyAnimateTransformer3DModel": recorded(
-        inpaint=Recorded("EasyAnimateInpaintPipeline"),
-        # Whose pipeline fails (see `LEFT_OUT` of test_every_pipeline.py).
-        control=Recorded(
-            "EasyAnimateInpaintPipeline",
-            then=lambda call: {"inpaint_latents": ..., "control_latents": call["inpaint_latents"]},
-        ),
-    ),
-    "ErnieImageTransformer2DModel": recorded(
-        guidance=Recorded("ErnieImagePipeline"), plain=Recorded("ErnieImagePipeline", asked=ALONE)
-    ),
-    "Flux2Transformer2DModel + caches": recorded(
-        caches_filled=Recorded("Flux2KleinKVPipeline pictures"),
-        caches_read=Recorded("Flux2KleinKVPipeline pictures", number=1),
-    ),
-    "Flux2Transformer2DModel + reference": recorded(prompt=Recorded("Flux2KleinPipeline pictures")),
-    "Flux3Transformer2DModel": recorded(
-        guidance=Recorded("Flux3ModularPipeline", TWO),
-        edit=Recorded("Flux3ModularPipeline", TWO, then=conditioned),
-    ),
-    "FluxTransformer2DModel + IP-Adapter": recorded(
-        prompt=Recorded("FluxPipeline IP-Adapter"), prompts=Recorded("FluxPipeline IP-Adapter", TWO)
-    ),
-    "GlmImageTransformer2DModel": recorded(
-        prompt=Recorded("GlmImagePipeline"),
-        edit=Recorded("GlmImagePipeline image", number=1),
-        image_before=Recorded("GlmImagePipeline image"),
-    ),
-    "HeliosTransformer3DModel": recorded(prompt=Recorded("HeliosPipeline"), two_videos=Recorded("HeliosPipeline", TWO)),
-    "HiDreamImageTransformer2DModel": recorded(
-        square=Recorded("HiDreamImagePipeline", asked={"height": 24, "width": 24}),
-        oblong=Recorded("HiDreamImagePipeline"),
-    ),
-    "HunyuanImageTransformer2DModel": recorded(
-        prompt=Recorded("HunyuanImagePipeline"),
-        prompts=Recorded("HunyuanImagePipeline", TWO),
-        no_glyphs=Recorded(
-            "HunyuanImagePipeline", then=lambda _: {"encoder_attention_mask_2": torch.zeros(1, 6, dtype=torch.long)}
-        ),
-    ),
-    "HunyuanVideoFramepackTransformer3DModel": recorded(
-        prompt=Recorded("HunyuanVideoFramepackPipeline"), padded_prompts=Recorded("HunyuanVideoFramepackPipeline", TWO)
-    ),
-    "Ideogram4Transformer2DModel": recorded(
-        prompt=Recorded("Ideogram4Pipeline"),
-        padded_prompts=Recorded("Ideogram4Pipeline", TWO),
-        image_alone=Recorded("Ideogram4Pipeline", part="unconditional_transformer"),
-    ),
-    "JoyImageEditTransformer3DModel": recorded(
-        prompt=Recorded("JoyImageEditPipeline"),
-        # Whose pipeline brings pictures to a million pixels.
-        edit=Recorded("JoyImageEditPipeline", then=lambda _: {"hidden_states": noise(1, 2, 4, 1, *PIXELS)}),
-    ),
-    "Kandinsky5Transformer3DModel": recorded(
-        video=Recorded("Kandinsky5T2VPipeline"), images=Recorded("Kandinsky5I2IPipeline", TWO)
-    ),
-    "Kandinsky5Transformer3DModel nabla": Case(
-        flex,
-        {
-            "video": Recorded(
-                "Kandinsky5T2VPipeline", prepare=flex, asked={"height": 128, "width": 256, "num_frames": 9}
-            ).call
-        },
-    ),
-    "Kandinsky6SRTransformer3DModel": recorded(
-        tile=Recorded("Kandinsky6SRPipeline", asked={"tiles_batch_size": 1}), tiles=Recorded("Kandinsky6SRPipeline")
-    ),
-    "Kandinsky6Transformer3DModel": recorded(
-        video=Recorded("Kandinsky6TI2VAPipeline", asked={"sample_audio": False}),
-        sound=Recorded("Kandinsky6TI2VAPipeline", then=lambda _: {"encoder_attention_mask": valid([10], 12)}),
-        image=Recorded("Kandinsky6TI2VAPipeline image"),
-    ),
-    "LTX2VideoTransformer3DModel + mask": recorded(guidance=Recorded("LTX2InContextPipeline")),
-    "LongCatAudioDiTTransformer": recorded(
-        prompt=Recorded("LongCatAudioDiTPipeline"), padded_prompts=Recorded("LongCatAudioDiTPipeline", TWO)
-    ),
-    "LongCatImageTransformer2DModel": recorded(
-        prompt=Recorded("LongCatImagePipeline"), edit=Recorded("LongCatImageEditPipeline")
-    ),
-    "LuminaNextDiT2DModel": recorded(guidance=Recorded("LuminaPipeline plain attention")),
-    # One of its blocks runs on the noise anew and attends to the tokens of the ones before.
-    "MotifVideoTransformer3DModel": recorded(
-        prompt=Recorded("MotifVideoPipeline decoders"),
-        image=Recorded("MotifVideoPipeline decoders", then=lambda _: {"image_embeds": noise(1, 6, 10, seed=6)}),
-    ),
-    "MotifVideoTransformer3DModel plain": recorded(
-        prompt=Recorded("MotifVideoPipeline"),
-        image=Recorded("MotifVideoPipeline", then=lambda _: {"image_embeds": noise(1, 6, 10, seed=6)}),
-        two_prompts=Recorded("MotifVideoPipeline", TWO, then=lambda _: {"image_embeds": noise(2, 6, 10, seed=6)}),
-    ),
-    "NucleusMoEImageTransformer2DModel": recorded(
-        prompt=Recorded("NucleusMoEImagePipeline", then=lambda _: {"encoder_hidden_states_mask": None}),
-        padded_prompts=Recorded("NucleusMoEImagePipeline", TWO),
-    ),
-    "OmniGenTransformer2DModel": recorded(
-        guidance=Recorded("OmniGenPipeline", then=exchanged), edit=Recorded("OmniGenPipeline pictures")
-    ),
-    "OvisImageTransformer2DModel": recorded(prompt=Recorded("OvisImagePipeline")),
-    "PRXTransformer2DModel": recorded(guidance=Recorded("PRXPipeline")),
-    "PRXTransformer2DModel + pixels": recorded(guidance=Recorded("PRXPixelPipeline")),
-    "PriorTransformer": recorded(guidance=Recorded("KandinskyV22PriorPipeline", part="prior")),
-    "QwenImage21Transformer2DModel": recorded(
-        prompt=Recorded("QwenImage21Pipeline no cache"),
-        padded_prompts=Recorded("QwenImage21Pipeline no cache", TWO),
-        edit=Recorded("QwenImage21Pipeline no cache", then=beside_a_picture),
-        caches_filled=Recorded("QwenImage21Pipeline"),
-        caches_read=Recorded("QwenImage21Pipeline", TWO, number=2),
-    ),
-    "SD3Transformer2DModel + IP-Adapter": recorded(guidance=Recorded("StableDiffusion3Pipeline IP-Adapter")),
-    "SanaVideoTransformer3DModel": recorded(
-        guidance=Recorded("SanaVideoPipeline"), image=Recorded("SanaImageToVideoPipeline")
-    ),
-    "SanaWMTransformer3DModel": recorded(
-        guidance=Recorded("SanaWMPipeline", number=1), prompt=Recorded("SanaWMPipeline", asked=ALONE)
-    ),
-    "SkyReelsV2Transformer3DModel": recorded(video=Recorded("SkyReelsV2Pipeline")),
-    "SkyReelsV2Transformer3DModel + image": recorded(video=Recorded("SkyReelsV2ImageToVideoPipeline")),
-    "SkyReelsV2Transformer3DModel + diffusion forcing": recorded(
-        video=Recorded("SkyReelsV2DiffusionForcingPipeline frames a second")
-    ),
-    "SkyReelsV2Transformer3DModel + causal blocks": recorded(
-        "SkyReelsV2Transformer3DModel + causal blocks",
-        video=Recorded(
-            "SkyReelsV2DiffusionForcingPipeline frames a second", asked={"num_frames": 13, "base_num_frames": 13}
-        ),
-    ),
-    "StableAudio3DiTModel": recorded(
-        guidance=Recorded("StableAudio3Pipeline guidance"), inpaint=Recorded("StableAudio3InpaintPipeline")
-    ),
-    "WanAnimateTransformer3DModel": recorded(segment=Recorded("WanAnimatePipeline")),
-    "WanVACETransformer3DModel": recorded(
-        control=Recorded("WanVACEPipeline"), reference=Recorded("WanVACEPipeline reference")
-    ),
-    "ZImageTransformer2DModel + ControlNet": recorded(
-        prompt=Recorded("ZImageControlNetPipeline", asked={"guidance_scale": 0.0}),
-        prompts=Recorded(
-            "ZImageControlNetPipeline",
-            TWO,
-            asked={"guidance_scale": 0.0, "prompt_embeds": [noise(9, 32), noise(40, 32)]},
-        ),
-    ),
+MODELS = {one.__name__: one for one in (flex, dreamlite, animate_2)}
+CALLS = {one.__name__: one for one in (unet_part, joy_plus, minimax, proteina, refiner, animate_2_call, spectrogram)}
+ROWS_OF_CLASSES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("calls.json").read_text("utf-8"))
+CASES: dict[str, Case] = {
+    name: Case(partial(made, name), {form: partial(call_of, name, form) for form in row["forms"]})
+    for name, row in ROWS_OF_CLASSES.items()
 }
-CASES: dict[str, Case] = {**WRITTEN, **RECORDED}

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
-from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 WIDTH, HEADS, DEPTH = 32, 4, 2
 
@@ -111,7 +109,6 @@ class ForeignImage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.checkpointing = False
         self.img_in, self.txt_in, self.mod = nn.Linear(4, WIDTH), nn.Linear(8, WIDTH), nn.Linear(1, 9 * WIDTH)
         self.double_blocks = nn.ModuleList(Double() for _ in range(DEPTH))
         self.single_blocks = nn.ModuleList(Single() for _ in range(DEPTH))
@@ -136,8 +133,7 @@ class ForeignImage(nn.Module):
         pe = table(torch.cat([torch.zeros(txt.shape[1], 2), *places]), WIDTH // HEADS)
         parts = [Modulation(*one.chunk(3, -1)) for one in self.mod(timestep[:, None, None]).tanh().chunk(3, -1)]
         for number, block in enumerate(self.double_blocks):
-            run = partial(checkpoint, block, use_reentrant=False) if self.checkpointing else block
-            img, txt = run(
+            img, txt = block(
                 img=img,
                 txt=txt,
                 vec=(Pair(*parts[:2]),),
@@ -149,8 +145,7 @@ class ForeignImage(nn.Module):
                 img[:, : control[number].shape[1]] += control[number]
         text, img = txt.shape[1], torch.cat((txt, img), 1)
         for block in self.single_blocks:
-            run = partial(checkpoint, block, use_reentrant=False) if self.checkpointing else block
-            img = run(img, vec=parts[2], pe=pe, attn_mask=attention_mask, transformer_options=transformer_options)
+            img = block(img, vec=parts[2], pe=pe, attn_mask=attention_mask, transformer_options=transformer_options)
         return self.final(img[:, text : text + tokens]).transpose(1, 2).unflatten(2, x.shape[-2:])
 
 
@@ -184,7 +179,6 @@ class ForeignFilm(nn.Module):
     def __init__(self, extra: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.checkpointing = False
         self.x_in, self.emb, self.final = nn.Linear(4, WIDTH), nn.Linear(1, WIDTH), nn.Linear(WIDTH, 4)
         self.extra = nn.Linear(3, WIDTH) if extra else None
         self.blocks = nn.ModuleList(self.block() for _ in range(DEPTH))
@@ -196,8 +190,7 @@ class ForeignFilm(nn.Module):
         emb = self.emb(timesteps.reshape(len(x), -1, 1)).sin()
         for block in self.blocks:
             rope = table(places.flatten(0, 2), WIDTH // HEADS)
-            given = (tokens, emb, context, rope, extra, transformer_options)
-            tokens = checkpoint(block, *given, use_reentrant=False) if self.checkpointing else block(*given)
+            tokens = block(tokens, emb, context, rope, extra, transformer_options)
         return (self.final(tokens) * (1 + emb[:, :, None, None, :4])).movedim(-1, 1)
 
 

@@ -23,120 +23,21 @@ RANK, ALPHA = 4, 6.0
 Layer = tuple[str, tuple[str, ...]]
 
 
-def _qkv(block: str) -> tuple[str, ...]:
-    return tuple(f"{block}.to_{one}" for one in "qkv")
-
-
-def _added(block: str) -> tuple[str, ...]:
-    return tuple(f"{block}.add_{one}_proj" for one in "qkv")
+def _expanded(parts: list[str]) -> tuple[str, ...]:
+    """Names of layers; "qkv of X" and "added of X" are three of them."""
+    names: list[str] = []
+    for part in parts:
+        which, _, block = part.rpartition(" of ")
+        form = {"qkv": "{}.to_{}", "added": "{}.add_{}_proj", "": "{}"}[which]
+        names += [form.format(block, letter) for letter in ("qkv" if which else "q")]
+    return tuple(names)
 
 
 # Pipelines, and some layers of each: of both blocks, in fused and whole rows, and outside the blocks.
 FAMILIES: dict[str, tuple[str, list[Layer]]] = {
-    "Flux": (
-        "FluxPipeline",
-        [
-            ("double_blocks.0.img_attn.qkv", _qkv("transformer_blocks.0.attn")),
-            ("double_blocks.1.txt_attn.qkv", _added("transformer_blocks.1.attn")),
-            ("double_blocks.1.img_attn.proj", ("transformer_blocks.1.attn.to_out.0",)),
-            ("double_blocks.0.img_mlp.0", ("transformer_blocks.0.ff.net.0.proj",)),
-            ("double_blocks.0.txt_mod.lin", ("transformer_blocks.0.norm1_context.linear",)),
-            (
-                "single_blocks.1.linear1",
-                (*_qkv("single_transformer_blocks.1.attn"), "single_transformer_blocks.1.proj_mlp"),
-            ),
-            ("single_blocks.0.linear2", ("single_transformer_blocks.0.proj_out",)),
-            ("final_layer.adaLN_modulation.1", ("~norm_out.linear",)),
-        ],
-    ),
-    "Flux2": (
-        "Flux2Pipeline",
-        [
-            ("double_blocks.0.img_attn.qkv", _qkv("transformer_blocks.0.attn")),
-            ("double_blocks.1.txt_attn.qkv", _added("transformer_blocks.1.attn")),
-            ("double_blocks.1.txt_attn.proj", ("transformer_blocks.1.attn.to_add_out",)),
-            ("double_blocks.0.img_mlp.2", ("transformer_blocks.0.ff.linear_out",)),
-            ("single_blocks.1.linear1", ("single_transformer_blocks.1.attn.to_qkv_mlp_proj",)),
-        ],
-    ),
-    "SD3": (
-        "StableDiffusion3Pipeline",
-        [
-            ("joint_blocks.0.x_block.attn.qkv", _qkv("transformer_blocks.0.attn")),
-            ("joint_blocks.0.x_block.attn2.qkv", _qkv("transformer_blocks.0.attn2")),
-            ("joint_blocks.1.context_block.attn.qkv", _added("transformer_blocks.1.attn")),
-            ("joint_blocks.1.context_block.mlp.fc2", ("transformer_blocks.1.ff_context.net.2",)),
-            ("joint_blocks.1.context_block.adaLN_modulation.1", ("transformer_blocks.1.norm1_context.linear",)),
-            ("joint_blocks.2.context_block.adaLN_modulation.1", ("~transformer_blocks.2.norm1_context.linear",)),
-            ("final_layer.adaLN_modulation.1", ("~norm_out.linear",)),
-        ],
-    ),
-    "Wan": (
-        "WanPipeline",
-        [
-            ("blocks.0.self_attn.q", ("blocks.0.attn1.to_q",)),
-            ("blocks.1.cross_attn.o", ("blocks.1.attn2.to_out.0",)),
-            ("blocks.1.ffn.0", ("blocks.1.ffn.net.0.proj",)),
-            ("blocks.0.ffn.2", ("blocks.0.ffn.net.2",)),
-            ("text_embedding.2", ("condition_embedder.text_embedder.linear_2",)),
-            ("time_projection.1", ("condition_embedder.time_proj",)),
-        ],
-    ),
-    "QwenImage": (
-        "QwenImagePipeline",
-        [
-            (name, (name,))
-            for name in (
-                "transformer_blocks.0.attn.to_q",
-                "transformer_blocks.1.attn.add_k_proj",
-                "transformer_blocks.1.attn.to_out.0",
-                "transformer_blocks.0.img_mlp.net.0.proj",
-                "transformer_blocks.1.txt_mod.1",
-                "norm_out.linear",
-            )
-        ],
-    ),
-    "ZImage": (
-        "ZImagePipeline",
-        [
-            ("layers.0.attention.qkv", _qkv("layers.0.attention")),
-            ("layers.1.attention.out", ("layers.1.attention.to_out.0",)),
-            ("noise_refiner.0.feed_forward.w2", ("noise_refiner.0.feed_forward.w2",)),
-            ("layers.1.adaLN_modulation.0", ("layers.1.adaLN_modulation.0",)),
-        ],
-    ),
-    "LTX": (
-        "LTXPipeline",
-        [
-            ("transformer_blocks.0.attn1.to_q", ("transformer_blocks.0.attn1.to_q",)),
-            ("transformer_blocks.1.ff.net.2", ("transformer_blocks.1.ff.net.2",)),
-            ("patchify_proj", ("proj_in",)),
-            ("adaln_single.linear", ("time_embed.linear",)),
-        ],
-    ),
-    "HunyuanVideo": (
-        "HunyuanVideoPipeline",
-        [
-            ("double_blocks.0.img_attn.qkv", _qkv("transformer_blocks.0.attn")),
-            ("double_blocks.0.img_mod.lin", ("transformer_blocks.0.norm1.linear",)),
-            (
-                "single_blocks.0.linear1",
-                (*_qkv("single_transformer_blocks.0.attn"), "single_transformer_blocks.0.proj_mlp"),
-            ),
-            (
-                "txt_in.individual_token_refiner.blocks.0.self_attn.qkv",
-                _qkv("context_embedder.token_refiner.refiner_blocks.0.attn"),
-            ),
-            ("final_layer.adaLN_modulation.1", ("~norm_out.linear",)),
-        ],
-    ),
-    "PixArt": (
-        "PixArtAlphaPipeline",
-        [(name, (name,)) for name in ("transformer_blocks.0.attn1.to_q", "transformer_blocks.1.ff.net.2")],
-    ),
+    family: (row["pipeline"], [(name, _expanded(parts)) for name, parts in row["layers"].items()])
+    for family, row in json.loads(Path(__file__).with_name("lora_layers.json").read_text("utf-8")).items()
 }
-
-
 # And those whose authors' names diffusers alone knows.
 KINDS = {family: kind for family, (kind, _) in FAMILIES.items()} | {"Krea2": "Krea2Pipeline"}
 

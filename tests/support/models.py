@@ -29,32 +29,58 @@ PARTS = {name: settings for section in SECTIONS.values() for name, settings in s
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Settings of a component, and ``class``: its class in diffusers, or in transformers if that is named."""
+    """Settings of a component, and ``class``: its class in diffusers, or in transformers or here if that is named."""
     settings = dict(PARTS[name])
     like = settings.pop("like", None)
     return {"class": name.split()[0], **settings} if like is None else {**settings_of(like), **settings}
 
 
+def class_of(name: str) -> Any:
+    path, _, kind = name.rpartition(".")
+    outside = path.startswith(("transformers", "support"))
+    return getattr(import_module(path if outside else f"diffusers.{path}".rstrip(".")), kind)
+
+
 def component(name: str, **changes: Any) -> Any:
     """A component as it is made, with some settings changed."""
-    settings = {**settings_of(name), **changes}
-    path, _, kind = settings.pop("class").rpartition(".")
-    if path == "transformers":
-        encoder = getattr(transformers, kind)
-        return encoder(encoder.config_class(**settings))
-    model = getattr(import_module(f"diffusers.{path}".rstrip(".")), kind)(**settings)
-    if kind in ("LuminaNextDiT2DModel", "NucleusMoEImageTransformer2DModel"):
+    return assembled({**settings_of(name), **changes})
+
+
+def assembled(settings: dict[str, Any]) -> Any:
+    """A component of settings, which may hold others.
+
+    Beside them: ``seed`` of its weights, ``cast`` to a dtype, ``registered`` entries of its configuration.
+    """
+    beside = {key: value for key, value in settings.items() if key in ("class", "seed", "cast", "registered")}
+    given = {key: part(v) if isinstance(v, dict) else v for key, v in settings.items() if key not in beside}
+    kind = class_of(beside["class"])
+    torch.manual_seed(beside.get("seed", 0))
+    encodes = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    model = kind(kind.config_class(**given)) if encodes else kind(**given)
+    if kind.__name__ in ("LuminaNextDiT2DModel", "NucleusMoEImageTransformer2DModel"):
         for parameter_name, parameter in model.named_parameters():
             if "experts." in parameter_name or parameter_name == "pad_token":
                 # Diffusers makes them without values.
                 nn.init.normal_(parameter, std=0.1)
-    return model
+    if "registered" in beside:
+        model.register_to_config(**beside["registered"])
+    return model.to(getattr(torch, beside["cast"])) if "cast" in beside else model
 
 
-def made(make: Callable[[], nn.Module]) -> Any:
+def part(given: Any) -> Any:
+    """A component of a table: by its name, or changed (``like``), or of a class; anything else as it is."""
+    if isinstance(given, str) and given in PARTS:
+        return fresh(given)
+    if isinstance(given, dict) and "like" in given:
+        return fresh(given["like"], **{key: value for key, value in given.items() if key != "like"})
+    return made(partial(assembled, given)) if isinstance(given, dict) and "class" in given else given
+
+
+def made(make: Callable[[], Any]) -> Any:
     """A component with the same weights in every process, zero gates stirred."""
     torch.manual_seed(0)
-    return stirred(make().eval())
+    model = make()
+    return stirred(model.eval()) if isinstance(model, nn.Module) else model
 
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {name: partial(component, name) for name in SECTIONS["families"]}
@@ -104,13 +130,6 @@ def tiny(name: str) -> nn.Module:
 def variant(name: str, **changes: Any) -> nn.Module:
     """The tiny model of a family with some settings of its configuration changed."""
     return fresh(name, **changes)
-
-
-@cache
-def plain(name: str, **changes: Any) -> Any:
-    """A component that is not stirred, the same weights in every process."""
-    torch.manual_seed(0)
-    return component(name, **changes).eval()
 
 
 def fresh(name: str, **changes: Any) -> Any:

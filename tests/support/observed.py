@@ -24,22 +24,12 @@ from ditmesh.train.observed.family import CAPTIONS, LABELS, MOST_OFF_FIRST, Obse
 from ditmesh.train.observed.maps import NumberMap
 from ditmesh.train.observed.recipe import MOST_OFF, Recipe, TimeArgument
 from ditmesh.train.observed.view import GUIDANCE, OFF, PipelineView
-from support.exam import Exam, images, one_generator, others, videos
+from support import exam
+from support.exam import TABLE, Exam
 from support.train import configured
 
-# Calls that no other test makes.
-MORE: dict[str, Exam] = {
-    # Every given frame is given for good, and none a little.
-    "LTXConditionPipeline first frame": Exam(
-        lambda: videos.ltx("LTXConditionPipeline"),
-        videos.ltx_call(image=videos.wide_picture(), generator=one_generator),
-        several=False,
-    ),
-    "LTX2ConditionPipeline first frame": Exam(
-        lambda: videos.ltx2("LTX2ConditionPipeline"), videos.ltx2_call(conditions=videos.ltx2_keyframes()[:1])
-    ),
-}
-EXAMS: dict[str, Exam] = {**images.EXAMS, **videos.EXAMS, **others.EXAMS, **MORE}
+# And calls that no other test makes: every given frame is given for good, and none a little.
+EXAMS = {**exam.EXAMS, **{name: exam.exam(name, row=row) for name, row in TABLE["observed"].items()}}
 # What calls of exams have for guidance, and cannot have without.
 NOT_WITHOUT_GUIDANCE = dict.fromkeys(("AnyFlowPipeline", "AnyFlowFARPipeline"), ("negative_prompt_embeds",))
 # The prompts, or labels, of exams by caption or label.

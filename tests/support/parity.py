@@ -1,18 +1,119 @@
-"""What the parity tests run on every rank."""
+"""What the suites of parity run on every rank: N ranks make what one device makes, or refuse in a sentence."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import PIL.Image
 import torch
+from torch import Tensor
 
 import ditmesh
 from ditmesh.core.intercept import sdpa
 from ditmesh.layout.conventions import Size
 from ditmesh.strategies import token_mixers as leaves
 from ditmesh.strategies.sequence import SequenceParallel
+from support import foreign
+from support.classes import CASES
+from support.made_up import MadeUpTransformer
 from support.models import inputs, relative_error, run, sizes, tiny
+
+# --- of anything -----------------------------------------------------------------------------------------------------
+
+
+def tensors(result: Any) -> list[Tensor]:
+    """All numbers of an output."""
+    if isinstance(result, Tensor):
+        return [result.float()]
+    if isinstance(result, (np.ndarray, PIL.Image.Image)):
+        return [torch.from_numpy(np.array(result)).float()]
+    items = result.values() if isinstance(result, dict) else result if isinstance(result, (list, tuple)) else ()
+    return [tensor for item in items for tensor in tensors(item)]
+
+
+def largest_error(found: list[Tensor], truth: list[Tensor]) -> float:
+    """Relative to the largest number of each tensor; a missing tensor or another shape is an error of 1."""
+    if [one.shape for one in found] != [one.shape for one in truth] or not truth:
+        return 1.0
+    pairs = zip(found, truth, strict=True)
+    errors = [float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs if b.numel()]
+    return max(1.0 if error != error else error for error in errors)
+
+
+def outcome(model: Any, call: Callable[[], Any], truth: list[Tensor], config: dict[str, Any]) -> dict[str, Any]:
+    """The largest relative error of two calls of a model or a pipeline, or the sentence that refuses them."""
+    found: dict[str, Any]
+    try:
+        with ditmesh.parallelized(model, config):
+            found = {"error": max(largest_error(tensors(call()), truth) for _ in range(2))}
+    except (ditmesh.LayoutError, ditmesh.InputError, ditmesh.ConfigError) as error:
+        found = {"refused": " ".join(str(error).split())}
+    assert largest_error(tensors(call()), truth) == 0  # undone to the bit
+    return found
+
+
+def agreed(results: list[dict[str, Any]], word: str | None, tolerance: float) -> dict[str, Any]:
+    """Right on all ranks, or refused on all ranks by a sentence with that word."""
+    if "refused" in results[0]:
+        assert word is not None, results[0]["refused"]
+        assert all(word in result.get("refused", "") for result in results), results
+        return results[0]
+    assert word is None, word
+    worst = {"error": max(result["error"] for result in results)}
+    assert worst["error"] <= tolerance, worst
+    return worst
+
+
+# --- of transformers without a reviewed layout -----------------------------------------------------------------------
+
+
+def of_class(name: str, form: str) -> tuple[Any, Callable[[], dict[str, Any]]]:
+    return CASES[name].make(), CASES[name].calls[form]
+
+
+def of_others(name: str) -> tuple[Any, Callable[[], dict[str, Any]]]:
+    """With the manners of other people's code."""
+    model, call = foreign.calls()[name]
+    return model, lambda: copy.copy(call)
+
+
+def made_up_call() -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(3)
+    return {
+        "hidden_states": torch.randn(2, 6, 7, 9, generator=draw),
+        "encoder_hidden_states": torch.randn(2, 11, 10, generator=draw),
+        "timestep": torch.tensor([300.0, 700.0]),
+    }
+
+
+def made_up(convolution: bool) -> tuple[Any, Callable[[], dict[str, Any]]]:
+    """Of a class that nobody listed."""
+    return MadeUpTransformer(convolution=convolution).eval(), made_up_call
+
+
+def derived(make: Callable[..., Any], given: tuple[Any, ...], config: dict[str, Any]) -> dict[str, Any]:
+    """`outcome` of a model whose layout is derived from the call."""
+    model, arguments = make(*given)
+    with torch.no_grad():
+        truth = tensors(model(**arguments()))
+        return outcome(model, lambda: model(**arguments()), truth, config)
+
+
+def forms_in_turn(name: str, forms: tuple[str, ...], config: dict[str, Any]) -> list[float]:
+    """Errors of calls of several forms, one after the other on one parallelised model."""
+    model, calls = CASES[name].make(), [CASES[name].calls[form] for form in forms]
+    with torch.no_grad():
+        truths = [tensors(model(**call())) for call in calls]
+        with ditmesh.parallelized(model, config):
+            pairs = zip(calls, truths, strict=True)
+            return [largest_error(tensors(model(**call())), truth) for call, truth in pairs]
+
+
+# --- of the families -------------------------------------------------------------------------------------------------
 
 
 class NoExchange(SequenceParallel):
@@ -42,25 +143,22 @@ def parity(name: str, config: dict[str, Any], size: Size, masks: bool = True) ->
     }
 
 
-def without_exchange(name: str, config: dict[str, Any], size: Size) -> float:
-    """Error of `parity` when no rank sees another's keys."""
+def without_exchange(function: Callable[..., Any], *args: Any) -> Any:
+    """A function's result when no rank sees another's keys."""
     with (
         mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", NoExchange),
         mock.patch("ditmesh.strategies.gathered.GatheredSequence.kind", NoExchange),
     ):
-        return parity(name, config, size)["error"]
+        return function(*args)
 
 
-def parity_of_all_sizes(
-    name: str, config: dict[str, Any], texts: tuple[str, ...]
-) -> list[tuple[str, str, float, bool]]:
-    """`parity` for both sizes and every text policy: size, policy, error, whether a second run gave the same bits."""
-    found = []
-    for label, size in sizes(name).items():
-        for text in texts:
-            result = parity(name, {**config, "text": text}, size)
-            found.append((label, text, result["error"], result["repeats"]))
-    return found
+def parity_of_all_sizes(name: str, config: dict[str, Any], texts: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """`parity` for both sizes and every text policy."""
+    return {
+        f"{label} {text}": parity(name, {**config, "text": text}, size)
+        for label, size in sizes(name).items()
+        for text in texts
+    }
 
 
 def without_leaf(name: str, config: dict[str, Any], size: Size, rule: str) -> float:

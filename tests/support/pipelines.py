@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
-from support.exam import flow
-from support.more_pipelines import around
+from support import exam
+from support.exam import build, flow
+from support.models import tiny
 
 # Every prompt is a seed: its embedding is noise drawn from it.
 WIDTH, POOLED, TOKENS = 32, 16, 12
@@ -24,9 +24,16 @@ def embeddings(prompts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(text), torch.stack(pooled)
 
 
-# Stable Diffusion 3 with guidance in one batched call, and Flux with true guidance: two calls a step.
-sd3 = around("StableDiffusion3Pipeline", "SD3", partial(flow, shift=3.0))
-flux = around("FluxPipeline", "Flux")
+def sd3() -> Any:
+    """Stable Diffusion 3, with guidance in one batched call."""
+    return build("StableDiffusion3Pipeline", transformer=tiny("SD3"), scheduler=flow(shift=3.0))
+
+
+def flux() -> Any:
+    """Flux, with true guidance: two calls a step."""
+    return build("FluxPipeline", transformer=tiny("Flux"), scheduler=flow())
+
+
 MAKERS = {"sd3": sd3, "flux": flux}
 
 
@@ -52,6 +59,4 @@ def arguments(name: str, prompts: list[int], seed: int = 0, steps: int = 4, **mo
 
 def draw(pipe: Any, made: dict[str, Any]) -> torch.Tensor:
     """Latents of one call."""
-    pipe.set_progress_bar_config(disable=True)
-    with torch.no_grad():
-        return pipe(**made).images
+    return exam.draw(pipe, made).images

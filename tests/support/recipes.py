@@ -16,9 +16,9 @@ import torch.distributed as dist
 import transformers
 
 from support.exam import flow
-from support.exam.images import kl, letters
+from support.exam.stand_ins import letters
 from support.hub import _flux
-from support.models import component, variant
+from support.models import component, fresh, variant
 from support.tiny import save_tiny_sd3, save_tiny_wan
 
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
@@ -56,7 +56,7 @@ def _flux2(folder: Path) -> Path:
     pipe = diffusers.Flux2Pipeline(
         scheduler=flow(),
         text_encoder=component("mistral3").eval(),
-        vae=kl(4, 3, kind="kl_flux2"),
+        vae=fresh("kl_flux2 deep"),
         tokenizer=tokenizer,
         transformer=variant("Flux2", joint_attention_dim=48),
     )

@@ -22,12 +22,11 @@ from ditmesh.train.config import LoraConfig
 from ditmesh.train.model.adapters import TRAINED, add_adapters, save_adapters, targets_of
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
-from support.exam import Exam, images, others, videos
+from support.exam import EXAMS, Exam
 from support.lora_files import FAMILIES, Written, merged_error, pipeline
 from support.sample import sampled
 from support.train import configured, folder_of, save_pipeline, settings
 
-EXAMS: dict[str, Exam] = {**images.EXAMS, **videos.EXAMS, **others.EXAMS}
 WEIGHTS = "pytorch_lora_weights.safetensors"
 # Scales are powers of two, which are in the saved weights without rounding.
 TYPES: dict[str, dict[str, Any]] = {

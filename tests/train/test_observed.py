@@ -24,7 +24,7 @@ from ditmesh.train.observed.maps import FillValues
 from ditmesh.train.observed.recipe import MOST_OFF
 from ditmesh.train.observed.watch import sample_of
 from ditmesh.train.trainer import Trainer
-from support.exam import videos
+from support.exam.values import film
 from support.families import BY_HAND
 from support.observed import EXAMS, OTHER, observed, planted, settings
 from support.sample import sampled
@@ -246,7 +246,7 @@ def test_a_video_of_a_picture_is_trained_with_its_first_frame(tmp_path: Path):
     EXAMS["LTXImageToVideoPipeline"].make().save_pretrained(tmp_path / "ltx")
     (tmp_path / "data").mkdir()
     for number in range(2):
-        frames = videos.film(9, 3 * number, 96, 96)
+        frames = film([1], 9, 3 * number, (96, 96))
         frames[0].save(tmp_path / "data" / f"{number}.gif", save_all=True, append_images=frames[1:])
         (tmp_path / "data" / f"{number}.txt").write_text("a film")
     losses = {}

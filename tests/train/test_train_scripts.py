@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ditmesh.train.objective import NoiseObjective, sample_losses
 from ditmesh.train.observed.family import CAPTIONS
-from support.exam import Exam, videos
+from support.exam import Exam, exam
 from support.families import BY_HAND
 from support.observed import EXAMS, NUMBERS, OTHER, ExamFamily, settings
 from support.sample import sampled
@@ -180,9 +180,7 @@ def cogvideox(pipe: Any, given: dict[str, Any], raw: Tensor, noise: Tensor, time
     return scheduler.get_velocity(found, noisy, times), clean, weights.view(-1, 1, 1, 1, 1)
 
 
-def velocity_of_cog() -> Any:
-    scheduler = diffusers.CogVideoXDPMScheduler(prediction_type="v_prediction")
-    return videos.cog("CogVideoXPipeline", False, scheduler)
+VELOCITY = diffusers.CogVideoXDPMScheduler(prediction_type="v_prediction")
 
 
 CASES: dict[str, tuple[Callable[..., Computed], Exam]] = {
@@ -193,7 +191,7 @@ CASES: dict[str, tuple[Callable[..., Computed], Exam]] = {
     "HiDreamImagePipeline": (hidream, EXAMS["HiDreamImagePipeline"]),
     "QwenImagePipeline": (qwen, EXAMS["QwenImagePipeline"]),
     "ZImagePipeline": (z_image, EXAMS["ZImagePipeline"]),
-    "CogVideoXPipeline": (cogvideox, Exam(velocity_of_cog, videos.cog_call())),
+    "CogVideoXPipeline": (cogvideox, exam("CogVideoXPipeline", scheduler=VELOCITY)),
 }
 
 

@@ -1,25 +1,38 @@
-"""Tiny pipelines of diffusers by class, and calls of them as their users write them.
+"""Tiny pipelines of diffusers by class, and calls of them as their users write them: what stands in pipelines.json.
 
-Parts that a pipeline does without when it gets embeddings and returns latents (text encoders, autoencoders) are None.
+The file has rows of five kinds:
+
+* ``values``: names for what calls are often given;
+* ``calls``: names for arguments that several pipelines take;
+* ``sets``: components of several pipelines, of which each takes those that it knows;
+* ``families``: pipelines of the families of reviewed layouts, as `support.more_pipelines` calls them;
+* ``exams``: pipelines as their users call them. A row's name begins with its class.
+
+A component is a name of parts.json, or ``{"like": name, …}`` with some settings changed, or ``{"class": …}``. Those
+that a pipeline does without when it gets embeddings and returns latents (text encoders, autoencoders) are None. In a
+call ``"$name"`` or ``{"$": "name", …}`` is a value, or a function of `support.exam.values`; ``{"each": …}`` is one for
+one prompt and a list of as many for several; ``"..."`` is no argument at all.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+from diffusers import modular_pipelines
+
+from support.exam import stand_ins, values
+from support.models import class_of, part
 
 Call = Callable[[list[int]], dict[str, Any]]
-
-# Tokens and channels of a prompt's embeddings; channels of the models without a reviewed layout.
-TOKENS, WIDTH, NARROW = 12, 32, 20
-
-# The prompt that guidance leads away from.
-NEGATIVE = 0
+TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("pipelines.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -54,85 +67,89 @@ def flow(**settings: Any) -> Any:
     return diffusers.FlowMatchEulerDiscreteScheduler(**settings)
 
 
-def unipc(shift: float = 3.0) -> Any:
-    """The scheduler of Wan and its kin."""
-    return diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+def pipeline(name: str, row: dict[str, Any], **changes: Any) -> Any:
+    """The pipeline of a row; ``changes``: other components."""
+    given = {**TABLE["sets"].get(row.get("set"), {}), **row.get("parts", {})}
+    if "blocks" in row:
+        # A modular pipeline without its encoders and decoders, to which their results are passed.
+        made = getattr(modular_pipelines, row["blocks"])()
+        for block in ("text_encoder", "decode", *row.get("out", ["vae_encoder"])):
+            made.sub_blocks.pop(block)
+        pipe = made.init_pipeline()
+        pipe.update_components(**{key: part(value) for key, value in {"scheduler": "flow", **given}.items()})
+        return pipe
+    kind = class_of(row.get("kind", name.split()[0]))
+    known = inspect.signature(kind.__init__).parameters
+    parts = {key: part(value) for key, value in given.items() if key in known and key not in changes}
+    pipe = build(kind, **parts, **changes)
+    for attribute, value in row.get("attributes", {}).items():
+        setattr(pipe, attribute, value)
+    if "then" in row:
+        getattr(stand_ins, row["then"])(pipe)
+    return pipe
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 
-def generators(prompts: list[int]) -> list[torch.Generator]:
-    """One for every prompt."""
-    return [torch.Generator().manual_seed(100 + one) for one in prompts]
+def value(given: Any, prompts: list[int]) -> Any:
+    """What stands in a call for these prompts."""
+    if isinstance(given, str) and given.startswith("$"):
+        given = {"$": given[1:]}
+    if isinstance(given, list):
+        return [value(one, prompts) for one in given]
+    if not isinstance(given, dict):
+        return given
+    if "each" in given:
+        made = [value(given["each"], [one]) for one in prompts]
+        return made[0] if len(made) == 1 and not given.get("listed") else made
+    if "$" not in given:
+        return {key: value(one, prompts) for key, one in given.items()}
+    name, settings = given["$"], {key: one for key, one in given.items() if key != "$"}
+    if name in TABLE["values"]:
+        return value({**TABLE["values"][name], **settings}, prompts)
+    return getattr(values, name)(prompts, **{key: value(one, prompts) for key, one in settings.items()})
 
 
-def one_generator(prompts: list[int]) -> torch.Generator:
-    """Of pipelines that take no list of them."""
-    return generators(prompts)[0]
+def arguments(given: Any, prompts: list[int]) -> dict[str, Any]:
+    """Arguments of a call, by names of ``calls`` and as they are; later ones count."""
+    if isinstance(given, list):
+        return {key: one for some in given for key, one in arguments(some, prompts).items()}
+    return arguments(TABLE["calls"][given], prompts) if isinstance(given, str) else value(given, prompts)
 
 
-def each(value: Any) -> Callable[[list[int]], Any]:
-    """One thing for one prompt, a list of as many for several."""
-    return lambda prompts: value if len(prompts) == 1 else [value] * len(prompts)
+def left_out(given: Any) -> bool:
+    return isinstance(given, str) and given == "..."
 
 
-def latents(*given: Mapping[str, Any] | Call, **more: Any) -> Call:
-    """A call of two steps with a generator for every prompt, which asks for latents, and further arguments.
-
-    An argument may be a function of the prompts; ``...`` stands for none at all.
-    """
-
-    def call(prompts: list[int]) -> dict[str, Any]:
-        arguments = {"num_inference_steps": 2, "output_type": "latent", "generator": generators(prompts)}
-        for one in (*given, more):
-            arguments.update(one(prompts) if callable(one) else one)
-        made = {key: value(prompts) if inspect.isfunction(value) else value for key, value in arguments.items()}
-        return {key: value for key, value in made.items() if value is not ...}
-
-    return call
+def whole_call(given: list[Any], prompts: list[int]) -> dict[str, Any]:
+    """A call of two steps with a generator for every prompt, which asks for latents."""
+    usual = {"num_inference_steps": 2, "output_type": "latent", "generator": "$generators"}
+    made = arguments([usual, *given], prompts)
+    return {key: one for key, one in made.items() if not left_out(one)}
 
 
-def noise(prompts: list[int], *shape: int) -> torch.Tensor:
-    """(P, *shape): noise drawn from every prompt's number."""
-    return torch.stack([torch.randn(*shape, generator=torch.Generator().manual_seed(1000 + one)) for one in prompts])
+def exam(name: str, *given: Any, row: dict[str, Any] | None = None, **changes: Any) -> Exam:
+    """A row of the table; ``given``: further arguments of the call, ``changes``: other components."""
+    row = TABLE["exams"][name] if row is None else row
+    if "family" in row:
+        family = TABLE["families"][row["family"]]
+        row = {**family, "guidance": bool(family.get("guidance", True)), **row}
+        row["call"] = [*family["call"], *TABLE["exams"][name].get("call", [])]
+    if "like" in row:
+        row = {**TABLE["exams"][row["like"]], **row}
+    return Exam(
+        partial(pipeline, name, row, **changes),
+        partial(whole_call, [*row["call"], *given]),
+        **{key: row[key] for key in ("guidance", "several", "refused") if key in row},
+    )
 
 
-def mask(prompts: list[int], tokens: int = TOKENS, dtype: torch.dtype = torch.long) -> torch.Tensor:
-    """(P, T): prompts of different lengths, padded on the right; the negative prompt is short."""
-    lengths = torch.tensor([tokens - 1 - one % 4 if one != NEGATIVE else 3 for one in prompts])
-    return (torch.arange(tokens) < lengths[:, None]).to(dtype)
+EXAMS = {name: exam(name) for name in TABLE["exams"]}
 
 
-def text(
-    prompts: list[int],
-    masked: str = "",
-    shape: tuple[int, ...] = (TOKENS, WIDTH),
-    dtype: torch.dtype = torch.long,
-    suffix: str = "",
-) -> dict[str, Any]:
-    """Embeddings of the prompts and the negative prompt, with masks under the name ``masked`` if there is one."""
-    made: dict[str, Any] = {}
-    for prefix, numbers in (("", prompts), ("negative_", [NEGATIVE] * len(prompts))):
-        made[f"{prefix}prompt_embeds{suffix}"] = noise(numbers, *shape)
-        if masked:
-            made[f"{prefix}{masked}{suffix}"] = mask(numbers, shape[0], dtype)
-    return made
-
-
-def texts(*arguments: Any, **more: Any) -> Call:
-    """As `text`, of whatever prompts."""
-    return lambda prompts: text(prompts, *arguments, **more)
-
-
-def pooled(width: int = 16) -> Call:
-    """One embedding of the whole prompt, and of the negative one."""
-    return lambda prompts: {
-        "pooled_prompt_embeds": noise(prompts, width),
-        "negative_pooled_prompt_embeds": noise([NEGATIVE] * len(prompts), width),
-    }
-
-
-def positive(call: Call) -> Call:
-    """Without what guidance leads away from."""
-    return lambda prompts: {key: value for key, value in call(prompts).items() if not key.startswith("negative")}
+def draw(pipe: Any, call: dict[str, Any]) -> Any:
+    """What a pipeline returns, without gradients or a bar of its progress."""
+    pipe.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        return pipe(**call)
