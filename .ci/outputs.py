@@ -85,6 +85,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "plan no model": ("plan", "emoji-sd4", *TWO, "--json"),
     "plan no part": ("plan", "flux.1-dev", "--devices", "4", "--hardware", "h1000", "--json"),
     "inspect": ("inspect", "emoji-sd3", "--json"),
+    "layout": ("layout", "emoji-sd3", "--json"),
     "inspect no model": ("inspect", "emoji-sd4", "--json"),
     "memory no head": ("memory", "emoji-sd3", "--ulysses", "5", "--json"),
     "memory": ("memory", "emoji-sd3", "--ulysses", "2", "--json"),

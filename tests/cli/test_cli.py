@@ -523,7 +523,7 @@ def test_help_does_not_wait_for_torch() -> None:
     assert "generate" in done.stdout
 
 
-def test_inspect_shows_the_layout(capsys):
-    assert run("inspect", "--json") == 0
+def test_layout_shows_the_layout(capsys):
+    assert run("layout", "--json") == 0
     (region,) = json.loads(capsys.readouterr().out)["layout"]["regions"]
     assert region["blocks"] == "transformer_blocks"

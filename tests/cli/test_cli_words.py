@@ -161,7 +161,7 @@ def test_generate_shows_at_most_45_options() -> None:
     assert len({option.name for option in shown} - {"help"}) <= 45
 
 
-COMMANDS = ("generate", "train", "verify", "study", "replay", "plan", "inspect", "memory", "doctor")
+COMMANDS = ("generate", "train", "verify", "study", "replay", "plan", "inspect", "layout", "memory", "doctor")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -16,7 +16,7 @@ from ..launch import Terminated, ignore_signals, interrupt_cause, leave, raise_o
 from ..launch.log_filter import hide_chatter
 from .doctor import doctor
 from .generate import generate
-from .inspect import inspect
+from .inspect import inspect, layout
 from .memory import memory
 from .plan import plan
 from .replay import replay
@@ -68,7 +68,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (generate, serve, train, verify, study, replay, plan, inspect, memory, doctor):
+for command in (generate, serve, train, verify, study, replay, plan, inspect, layout, memory, doctor):
     app.command()(command)
 
 

@@ -1,4 +1,4 @@
-"""A transformer class as `ditmesh inspect` shows it."""
+"""A transformer class as `ditmesh layout` shows it."""
 
 from __future__ import annotations
 
