@@ -39,14 +39,10 @@ def everywhere(
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     here = queries.lengths[link.rank]
     if tuple(mask.shape[-2:]) == (here, here) and here != keys.total and queries == keys:
-        return _outer(mask, keys, link, ranks, steady())
+        # The outer product of this rank's entries of a per-token mask, built again whole.
+        entries = whole_keys(per_token(mask, steady()), keys, link)
+        return product(keys.take(entries, 3, ranks), entries)
     return of_queries(whole_keys(mask, keys, link), queries, ranks)
-
-
-def _outer(mask: Tensor, tokens: Partition, link: Group, ranks: range, steady: bool) -> Tensor:
-    """A mask that a block built as the outer product of this rank's entries of a per-token mask, built again whole."""
-    whole = whole_keys(per_token(mask, steady), tokens, link)
-    return product(tokens.take(whole, 3, ranks), whole)
 
 
 def gathered_rows(mask: Tensor, queries: Partition, link: Group) -> Tensor:

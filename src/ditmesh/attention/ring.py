@@ -65,8 +65,8 @@ def ring_attention(
             rank's own block the resident keys come first. None: no mask.
         scale: factor of the scores.
         attend: `attend_with_lse` of a kernel; default: torch's.
-        parts: dtype of the copies that it gets, see `kernels.KernelOfParts`; default: that of torch's kernel, or with
-            ``attend`` the tensors' own. Keys and values travel in theirs.
+        parts: dtype of the copies that it gets, see `LocalAttention.unrounded`; default: that of torch's kernel, or
+            with ``attend`` the tensors' own. Keys and values travel in theirs.
 
     Returns:
         (B, H, Sq, D). The own block is computed first, then those of ranks - 1, - 2 …: the merge order is

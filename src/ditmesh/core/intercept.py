@@ -170,10 +170,6 @@ class _Interceptor:
 _TAKEN: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 
 
-# Backends that refuse any scale but the usual one.
-_ONE_SCALE = ("sage_blackwell_hub",)
-
-
 def _registry() -> dict[Any, Callable[..., Any]]:
     """Functions of diffusers' attention backends, by name."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
@@ -252,7 +248,7 @@ def call_backend(name: str, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, **gi
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_bhsd, k_bhsd, v_bhsd))
     parameters = inspect.signature(function).parameters
     scale = given.get("scale")
-    if (name in _ONE_SCALE or "scale" not in parameters) and scale not in (None, q_bhsd.shape[-1] ** -0.5):
+    if "scale" not in parameters and scale not in (None, q_bhsd.shape[-1] ** -0.5):
         raise LayoutError(
             f"the attention backend {name!r} takes no other scale of the scores than 1/sqrt({q_bhsd.shape[-1]}), and "
             f"{scale} is asked for; use attention='native'"

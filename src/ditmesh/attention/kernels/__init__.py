@@ -82,14 +82,6 @@ class KernelWithLse(Kernel, Protocol):
         ...
 
 
-class KernelOfParts(KernelWithLse, Protocol):
-    """A kernel that says from which copies its parts come without rounding; others get the tensors as they are."""
-
-    def unrounded(self, q_bhsd: Tensor) -> torch.dtype:
-        """The dtype of the copies of queries, keys and values; see `lse.unrounded`."""
-        ...
-
-
 KERNELS: dict[str, Kernel] = {"native": Native(), "math": Math()}
 
 
@@ -185,7 +177,10 @@ class LocalAttention:
             return self.kernel.attend_with_lse(q_bhsd, k_bhsd, v_bhsd, mask, scale)
 
     def unrounded(self, q_bhsd: Tensor) -> torch.dtype:
-        """See `KernelOfParts.unrounded`."""
+        """The dtype of the copies of queries, keys and values from which parts come unrounded; see `lse.unrounded`.
+
+        A kernel that has no such method gets the tensors as they are.
+        """
         told: Callable[[Tensor], torch.dtype] | None = getattr(self.kernel, "unrounded", None)
         return q_bhsd.dtype if told is None else told(q_bhsd)
 

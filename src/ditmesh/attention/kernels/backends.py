@@ -1,8 +1,8 @@
 """Kernels that are attention backends of diffusers: flash-attn, SageAttention, flex, xformers, those of torch.
 
 A backend is a function of diffusers' registry (`diffusers.models.attention_dispatch`). What it takes and returns is
-written down here for every one that is known, because it cannot be asked: which masks, and how its log-sum-exp is laid
-out. All of them return the natural logarithm.
+written down here for every one that is known, because it cannot be asked: whether masks, and how its log-sum-exp is
+laid out. All of them return the natural logarithm.
 """
 
 from __future__ import annotations
@@ -26,79 +26,44 @@ class Traits:
     """The known properties of a backend.
 
     Attributes:
-        masks: which it takes: ``""``: none; ``"keys"``: boolean ones, the same for all queries and heads;
-            ``"first keys"``: such of which each sample's visible keys come first (the backend assumes it); ``"any"``.
-        lse: how it lays its LSE out, ``"bhs"``, ``"bsh"``, or ``"hn"`` with samples one after the other; a function
-            that computes as the backend does and returns it; None: it does not return it.
+        masks: whether it takes masks.
+        lse: how it lays its LSE out, ``"bhs"`` or ``"bsh"``; a function that computes as the backend does and returns
+            it; None: it does not return it.
         flag: the argument that makes it return the LSE.
         cuda: whether it runs on CUDA only, where diffusers' checks do not say so.
         additive: masks are handed to it as what is added to the scores: diffusers' functions take boolean ones of these
             for something else.
-        overwrites: whether it may write into the keys that it is given.
         deterministic: see `Kernel`.
     """
 
-    masks: Literal["", "keys", "first keys", "any"] = ""
-    lse: Literal["bhs", "bsh", "hn"] | Attend | None = None
+    masks: bool = False
+    lse: Literal["bhs", "bsh"] | Attend | None = None
     flag: str = "return_lse"
     cuda: bool = False
     additive: bool = False
-    overwrites: bool = False
     deterministic: bool = False
 
 
-def _flex_with_lse(
-    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Flex attention that returns its LSE, which diffusers' function of that name cannot return.
-
-    The function is looked up at every call: a program may have put a compiled one in its place.
-    """
-    from torch.nn.attention import flex_attention
-
-    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        assert bias is not None
-        return score + bias[batch, head, query, key]
-
-    bias = None if mask is None else mask.expand(*q_bhsd.shape[:3], k_bhsd.shape[2])
-    given: dict[str, Any] = {"score_mod": None if bias is None else score_mod, "scale": scale}
-    request = getattr(flex_attention, "AuxRequest", None)
-    if request is None:
-        found: Any = flex_attention.flex_attention(q_bhsd, k_bhsd, v_bhsd, **given, return_lse=True)
-        return found
-    out, more = flex_attention.flex_attention(q_bhsd, k_bhsd, v_bhsd, **given, return_aux=request(lse=True))
-    return out, more.lse
-
-
-_SAGE = Traits(lse="bhs")
+_BHS = Traits(lse="bhs")
 TRAITS: dict[str, Traits] = {
-    "flash": Traits(lse="bhs"),
-    "flash_hub": Traits(lse="bhs"),
-    "flash_varlen": Traits("first keys"),
-    "flash_varlen_hub": Traits("keys", "hn"),
+    "flash": _BHS,
+    "flash_hub": _BHS,
     "flash_4_hub": Traits(),
     "_flash_3": Traits(lse="bsh"),
-    "_flash_varlen_3": Traits("first keys", "hn"),
     "_flash_3_hub": Traits(lse="bhs", flag="return_attn_probs"),
-    "_flash_3_varlen_hub": Traits("keys"),
-    "aiter_fa2_hub": Traits(lse="bhs"),
-    "flex": Traits("any", _flex_with_lse, additive=True),
-    "_native_cudnn": Traits("any", cudnn, cuda=True),
-    "_native_efficient": Traits("any", attend_with_lse, cuda=True),
+    "aiter_fa2_hub": _BHS,
+    "flex": Traits(True, additive=True),
+    "_native_cudnn": Traits(True, cudnn, cuda=True),
+    "_native_efficient": Traits(True, attend_with_lse, cuda=True),
     "_native_flash": Traits(lse=attend_with_lse),
-    "_native_math": Traits("any", attend_with_lse_reference, deterministic=True),
-    "_native_npu": Traits(),
-    "_native_xla": Traits(),
-    "sage": _SAGE,
-    "sage_hub": _SAGE,
-    # diffusers takes a copy by making keys contiguous as (B, H, S, D), which here they are already.
-    "sage_blackwell_hub": Traits(overwrites=True),
-    "sage_varlen": Traits("first keys"),
-    "_sage_qk_int8_pv_fp8_cuda": _SAGE,
-    "_sage_qk_int8_pv_fp8_cuda_sm90": _SAGE,
-    "_sage_qk_int8_pv_fp16_cuda": _SAGE,
-    "_sage_qk_int8_pv_fp16_triton": _SAGE,
-    "xformers": Traits("any", additive=True),
+    "_native_math": Traits(True, attend_with_lse_reference, deterministic=True),
+    "sage": _BHS,
+    "sage_hub": _BHS,
+    "_sage_qk_int8_pv_fp8_cuda": _BHS,
+    "_sage_qk_int8_pv_fp8_cuda_sm90": _BHS,
+    "_sage_qk_int8_pv_fp16_cuda": _BHS,
+    "_sage_qk_int8_pv_fp16_triton": _BHS,
+    "xformers": Traits(True, additive=True),
 }
 
 
@@ -120,7 +85,7 @@ class DiffusersKernel:
         key = (q_bhsd.dtype, q_bhsd.device, q_bhsd.shape[-1])
         if key not in self._supported:
             self._supported[key] = self._passes(q_bhsd.transpose(1, 2))
-        return self._supported[key] and (mask is None or self._takes(mask))
+        return self._supported[key] and (mask is None or self.traits.masks)
 
     def _passes(self, q_bshd: Tensor) -> bool:
         from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -134,21 +99,10 @@ class DiffusersKernel:
             return False
         return True
 
-    def _takes(self, mask: Tensor) -> bool:
-        kinds = self.traits.masks
-        if kinds in ("", "any"):
-            return kinds == "any"
-        if mask.dtype != torch.bool or any(size != 1 for size in mask.shape[-3:-1]):
-            return False
-        # Only a look at it shows that; these backends look at every mask themselves.
-        return kinds == "keys" or not bool((mask[..., 1:] & ~mask[..., :-1]).any())
-
     def attend(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
         """See `Kernel.attend`."""
-        # The caller may keep its keys.
-        k_bhsd = k_bhsd.clone() if self.traits.overwrites else k_bhsd
         return intercept.call_backend(
             self.name, q_bhsd, k_bhsd, v_bhsd, attn_mask=self._mask(mask, q_bhsd, k_bhsd), scale=scale
         )
@@ -182,7 +136,7 @@ class BackendWithLse(DiffusersKernel):
         return (out, lse.float()) if mask is None else without_blind(out, lse, mask)
 
     def unrounded(self, q_bhsd: Tensor) -> torch.dtype:
-        """See `KernelOfParts.unrounded`."""
+        """See `LocalAttention.unrounded`."""
         if self.traits.lse is attend_with_lse_reference:
             return torch.promote_types(q_bhsd.dtype, torch.float32)
         return unrounded(q_bhsd) if self.traits.lse is attend_with_lse else q_bhsd.dtype
@@ -190,18 +144,14 @@ class BackendWithLse(DiffusersKernel):
     def _in_order(self, lse: Tensor, q_bhsd: Tensor) -> Tensor:
         """The LSE as (B, H, Sq)."""
         batch, heads, length, _ = q_bhsd.shape
-        order = self.traits.lse
-        shape = {"bhs": (batch, heads, length), "bsh": (batch, length, heads), "hn": (heads, batch * length)}[
-            str(order)
-        ]
+        heads_first = self.traits.lse == "bhs"
+        shape = (batch, heads, length) if heads_first else (batch, length, heads)
         if tuple(lse.shape) != shape:
             raise LayoutError(
                 f"the attention backend {self.name!r} returned its log-sum-exp as {tuple(lse.shape)} where {shape} was "
                 "expected, so ring attention cannot merge it; use ulysses instead of ring, or attention='native'"
             )
-        if order == "hn":
-            return lse.unflatten(1, (batch, length)).transpose(0, 1)
-        return lse if order == "bhs" else lse.transpose(1, 2)
+        return lse if heads_first else lse.transpose(1, 2)
 
 
 def known_backends() -> list[str]:

@@ -40,7 +40,7 @@ class Native:
         return attend_with_lse(q_bhsd, k_bhsd, v_bhsd, mask, scale)
 
     def unrounded(self, q_bhsd: Tensor) -> torch.dtype:
-        """See `KernelOfParts.unrounded`."""
+        """See `LocalAttention.unrounded`."""
         return unrounded(q_bhsd)
 
 
@@ -68,5 +68,5 @@ class Math:
         return attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)
 
     def unrounded(self, q_bhsd: Tensor) -> torch.dtype:
-        """See `KernelOfParts.unrounded`: it computes in float32 wherever it is."""
+        """See `LocalAttention.unrounded`: it computes in float32 wherever it is."""
         return torch.promote_types(q_bhsd.dtype, torch.float32)
