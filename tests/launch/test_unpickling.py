@@ -66,7 +66,7 @@ COLLECTIVES = {
     "train/optimizer/update.py",
     "train/gradients/ordered.py",
     "train/gradients/speeds.py",
-    "train/memory_check.py",
+    "train/memory.py",
     "train/run.py",
     "train/state.py",
 }
