@@ -251,8 +251,8 @@ def rate_of_accelerate(given: dict[str, Any]) -> float:
     from diffusers.training_utils import compute_density_for_timestep_sampling
 
     from ditmesh.train.config import TrainConfig, grouped
-    from ditmesh.train.data.reading import read_samples
     from ditmesh.train.data.samples import pixels
+    from ditmesh.train.data.sources import read_samples
 
     size, rank = dist.get_world_size(), dist.get_rank()
     # It takes the process group that is there.

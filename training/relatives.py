@@ -31,7 +31,7 @@ from diffusers import (
 from torch import nn
 
 from ditmesh import zoo
-from ditmesh.train.logs.training_log import read_log
+from ditmesh.train.logs import read_log
 from ditmesh.zoo.references import read_references, shrink, views
 from training import evaluate_dit, export, export_dit
 from training.data import CLASSES, Pictures, load

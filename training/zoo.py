@@ -25,7 +25,7 @@ from diffusers import DiffusionPipeline  # pyright: ignore[reportPrivateImportUs
 from torch import nn
 
 from ditmesh.train.config import FLAT_NAMES, GROUPS, grouped
-from ditmesh.train.logs.training_log import read_log
+from ditmesh.train.logs import read_log
 from training.emoji import EmojiDiT, EmojiFlux, EmojiSD3
 from training.fashion import FashionDiT
 from training.loop import console

@@ -13,8 +13,8 @@ import pytest
 from test_media import RED, SAMPLES, close, file_of, mp4_of, turned
 
 from ditmesh.errors import InputError
-from ditmesh.train.data.reading import read_samples
 from ditmesh.train.data.samples import DataReport, Samples
+from ditmesh.train.data.sources import read_samples
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Preparing, Progress
 from support.train import configured, settings

@@ -223,7 +223,7 @@ def test_videos_are_trained_on(model: Path, tmp_path: Path):
     import torch
 
     from ditmesh.errors import ConfigError
-    from ditmesh.train.data.reading import read_samples
+    from ditmesh.train.data.sources import read_samples
     from ditmesh.train.trainer import Trainer
     from support.train import configured
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ditmesh.generate.model_info import find_model
 from ditmesh.train import TrainConfig, config
 from ditmesh.train.trainer import Trainer
-from ditmesh.zoo import path as find
 from ditmesh.zoo.references import read_sheet
 from support.models import component
 from support.tiny import letters_tokenizer
@@ -79,12 +79,24 @@ def settings(data: Path, out: Path, **more: Any) -> dict[str, Any]:
     }
 
 
+def loaded(name: Any) -> Any:
+    """A pipeline of a folder, or an embedded one, as diffusers has it."""
+    pipe = diffusers.DiffusionPipeline.from_pretrained(find_model(str(name)).files)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def losses_of(given: dict[str, Any], until: int | None = None) -> dict[int, float]:
+    """Losses of a run, by step."""
+    config = configured(given)
+    with Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=100.0) as trainer:
+        return trainer.run(until=until).losses
+
+
 def weights_after(given: dict[str, Any]) -> tuple[list[str], str]:
     """Losses of every step, in hexadecimal, and the digest of the weights after a run; ``until``: a step to stop at."""
     config = configured({name: value for name, value in given.items() if name != "until"})
-    pipe = diffusers.DiffusionPipeline.from_pretrained(find(config.pretrained_model_name_or_path))
-    pipe.set_progress_bar_config(disable=True)
-    with Trainer(config, pipe, timeout=100.0) as trainer:
+    with Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=100.0) as trainer:
         outcome = trainer.run(until=given.get("until"))
         return [loss.hex() for loss in outcome.losses.values()], trainer.state.weights_digest()
 
@@ -118,7 +130,6 @@ def _vae(scaling: float, shift: float | None) -> Any:
 
 
 def _flux(words: Any) -> Any:
-    transformer = component("Flux saved")
     return diffusers.FluxPipeline(
         # As FLUX.1-dev has it: the shift depends on the picture's size when it is sampled.
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
@@ -127,24 +138,21 @@ def _flux(words: Any) -> Any:
         tokenizer=words,
         text_encoder_2=component("t5 saved"),
         tokenizer_2=words,
-        transformer=transformer,
+        transformer=component("Flux saved"),
     )
 
 
 def _pixart(words: Any) -> Any:
-    # At this sample size it is the one with additional conditions.
-    transformer = component("PixArt saved")
     return diffusers.PixArtAlphaPipeline(
         tokenizer=words,
         text_encoder=component("t5 saved"),
         vae=_vae(0.18, None),
-        transformer=transformer,
+        # At this sample size it is the one with additional conditions.
+        transformer=component("PixArt saved"),
         scheduler=diffusers.DPMSolverMultistepScheduler(beta_start=1e-4, beta_end=0.02),
     )
 
 
 def _dit(_: Any) -> Any:
-    transformer = component("DiT saved")
-    return diffusers.DiTPipeline(
-        transformer=transformer, vae=_vae(0.18, None), scheduler=diffusers.DPMSolverMultistepScheduler()
-    )
+    scheduler = diffusers.DPMSolverMultistepScheduler()
+    return diffusers.DiTPipeline(transformer=component("DiT saved"), vae=_vae(0.18, None), scheduler=scheduler)

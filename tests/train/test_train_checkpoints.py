@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from test_train import losses_of, pipeline
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import ditmesh
 from ditmesh.comm.mesh import Mesh
-from ditmesh.train.checkpoints.checkpoint import MANIFEST, Checkpoints, broken
+from ditmesh.train.checkpoints.checkpoint import Checkpoints, broken
 from ditmesh.train.trainer import Trainer
-from support.train import configured, folder_of, settings
+from support.train import configured, folder_of, loaded, settings
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return folder_of(tmp_path_factory.mktemp("data"), 6)
-
-
-def contents(folder):
-    """Digests of what ranks have written into a checkpoint."""
-    files = json.loads((folder / MANIFEST).read_text())["files"]
-    return {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
-
-
-def stuck(given, *, report):
-    """A run that comes to no end of writing the checkpoint of step 2."""
-    write = HuggingFaceStorageWriter.write_data
-
-    def endless(writer, *arguments):
-        found = write(writer, *arguments)
-        if Path(writer.path).stem.endswith("-2"):
-            report("writing")
-            time.sleep(100)
-        return found
-
-    HuggingFaceStorageWriter.write_data = endless
-    losses_of(given)
 
 
 def saved(folder, step, keep=None):
@@ -95,7 +69,7 @@ SETTINGS = {
 def state_of(given, steps=None):
     """Losses of a run, and what would be saved at its end, whole."""
     config = configured(given)
-    with Trainer(config, pipeline(), timeout=100.0) as trainer:
+    with Trainer(config, loaded("emoji-sd3"), timeout=100.0) as trainer:
         losses = trainer.run(until=steps).losses
         state = trainer.state.tensors()
         rate = trainer.update.optimizer.param_groups[0]["lr"]

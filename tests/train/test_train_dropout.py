@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import diffusers
 import pytest
 
 import ditmesh
 from ditmesh.train.preflight import check_settings
 from ditmesh.train.trainer import Trainer
-from support.train import configured, folder_of, save_pipeline, settings
+from support.train import configured, folder_of, loaded, save_pipeline, settings
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +33,7 @@ def given(model, data, out, **more):
 def trained(given):
     """Losses and trained weights."""
     config = configured(given)
-    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
-    with Trainer(config, pipe, timeout=60.0) as trainer:
+    with Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=60.0) as trainer:
         return list(trainer.run().losses.values()), trainer.state.weights()
 
 
@@ -58,7 +56,7 @@ def test_dropout_leaves_out_what_one_device_leaves_out(ranks, model, data, tmp_p
 
 def dropped(given):
     config = configured(given)
-    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    pipe = loaded(config.pretrained_model_name_or_path)
     pipe.transformer.transformer_blocks[0].ff.net[1].p = 0.5
     Trainer(config, pipe, timeout=60.0)
 

@@ -22,7 +22,7 @@ from ditmesh.train.model.frozen import FrozenLinear
 from ditmesh.train.observed.check import checked_recipe
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
-from support.train import configured, emoji
+from support.train import configured, emoji, loaded, losses_of
 
 # The first timestep of DDPM's thousand that is the first transformer's.
 BOUNDARY = 875
@@ -67,12 +67,6 @@ def run_of(model: Path, films: Path, out: Path, **more: Any) -> dict[str, Any]:
         "train_modules": ["transformer_2"],
         **more,
     }
-
-
-def loaded(model: Path) -> Any:
-    pipe = DiffusionPipeline.from_pretrained(model)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def spelt_out(trainer: Trainer, model: Path, name: str, levels: range) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -137,16 +131,11 @@ def test_an_expert_is_trained_on_its_noise_levels(ranks, model, films, tmp_path,
     assert moved > 0.1
     assert off < 1e-3 * moved
     parallel = {**given, "output_dir": str(tmp_path / "two"), "parallel": {"data": 2}}
-    found = ranks(2).run(losses_of_saved, parallel)[0]
+    found = list(ranks(2).run(losses_of, parallel)[0].values())
     assert found == pytest.approx(losses, rel=1e-5)
 
 
 BOTH = ("transformer", "transformer_2")
-
-
-def losses_of_saved(given: dict[str, Any]) -> list[float]:
-    with Trainer(configured(given), loaded(Path(given["pretrained_model_name_or_path"])), timeout=100.0) as one:
-        return list(one.run().losses.values())
 
 
 def test_an_adapter_of_the_second_transformer(model, films, tmp_path):

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from test_train import losses_of, pipeline
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from ditmesh.train.checkpoints.checkpoint import broken
 from ditmesh.train.trainer import Trainer
 from support.faults import DEADLINE, PROMPT, held, injected, more_than
-from support.train import configured, folder_of, settings
+from support.train import configured, folder_of, loaded, losses_of, settings
 
 CONFIGS = {
     "ulysses": {"parallel": {"ulysses": 2}},
@@ -101,12 +100,12 @@ class Faulty:
 def drill(given, points):
     """Runs of which each has a fault on one rank, and how each of them ended here; then what this process holds."""
     # Whatever a process opens once is open.
-    whole = losses_of({**given, "output_dir": given["output_dir"] + "/whole"})[0]
+    whole = losses_of({**given, "output_dir": given["output_dir"] + "/whole"})
     before, ended = held(), []
     for number, (point, rank) in enumerate(points):
         config = configured({**given, "output_dir": f"{given['output_dir']}/{number}"})
         steps = [time.monotonic()]
-        with ended_in(ended), Trainer(config, pipeline(), timeout=DEADLINE) as trainer:
+        with ended_in(ended), Trainer(config, loaded("emoji-sd3"), timeout=DEADLINE) as trainer:
             fault = Faulty(trainer, point) if dist.get_rank() == rank else None
             try:
                 outcome = trainer.run(report=lambda _: steps.append(time.monotonic()))  # noqa: B023
@@ -173,7 +172,5 @@ def test_an_exception_on_one_rank(ranks, data, tmp_path, name, points):
         if point == "writing":
             assert not list(folder.glob(".*"))
             continue
-        (rest, _), *_ = ranks(2).run(
-            losses_of, {**given, "output_dir": str(folder), "resume_from_checkpoint": "latest"}
-        )
+        rest, *_ = ranks(2).run(losses_of, {**given, "output_dir": str(folder), "resume_from_checkpoint": "latest"})
         assert rest == {step: whole[step] for step in range(last, 3)}, point

@@ -13,8 +13,7 @@ from torch import Tensor
 import ditmesh
 from ditmesh.generate.model_info import find_model
 from ditmesh.memory.check import components_of
-from ditmesh.train.memory import estimated_memory, least_memory
-from ditmesh.train.memory_check import check_training_memory
+from ditmesh.train.memory import check_training_memory, estimated_memory, least_memory
 from ditmesh.train.model.frozen import read_pipeline_frozen
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
@@ -63,11 +62,11 @@ def data(tmp_path_factory) -> Path:
 
 
 CASES = {
+    "fsdp, average": ("emoji-sd3", {"parallel": {"data": 2}, "sharding": "fsdp", "ema_decay": 0.9999}),
     "data, average": ("emoji-sd3", {"parallel": {"data": 2}, "ema_decay": 0.9999}),
-    "fsdp": ("emoji-sd3", {"parallel": {"data": 2}, "sharding": "fsdp"}),
     "tensor": ("emoji-sd3", {"parallel": {"tensor": 2}}),
-    "lora": ("emoji-flux", {"parallel": {"data": 2}, "lora": {"rank": 4}, "encoder_precision": "bf16"}),
     "lora, nf4 base": ("emoji-flux", {"parallel": {"data": 2}, "lora": {"rank": 4}, "base_precision": "nf4"}),
+    "lora": ("emoji-flux", {"parallel": {"data": 2}, "lora": {"rank": 4}, "encoder_precision": "bf16"}),
 }
 
 

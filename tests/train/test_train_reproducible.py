@@ -52,7 +52,7 @@ def test_the_same_weights_on_any_number_of_ranks(ranks, data, tmp_path):
 def test_adapters_on_another_mesh_after_a_stop(ranks, data, tmp_path):
     """LoRA; two ranks go on with what one has saved, and come to the weights of one that was not stopped."""
     given = settings(data, tmp_path / "a", global_batch_size=4, lora={"rank": 2}, reproducible=True, max_train_steps=2)
-    whole = found(ranks, {}, given)
+    whole = weights_after(given)
     parted = {**given, "output_dir": str(tmp_path / "b")}
     found(ranks, {"parallel": {"data": 2}}, {**parted, "until": 1})
     on = {**parted, "resume_from_checkpoint": "latest"}

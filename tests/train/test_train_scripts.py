@@ -20,7 +20,6 @@ from torch import Tensor
 from ditmesh.train.objective import NoiseObjective, sample_losses
 from ditmesh.train.observed.family import CAPTIONS
 from support.exam import Exam, exam
-from support.families import BY_HAND
 from support.observed import EXAMS, NUMBERS, OTHER, ExamFamily, settings
 from support.sample import sampled
 
@@ -90,20 +89,6 @@ def flux2(pipe: Any, given: dict[str, Any], raw: Tensor, noise: Tensor, times: T
     return found, noise - clean, weights_of(level)
 
 
-def sana(pipe: Any, given: dict[str, Any], raw: Tensor, noise: Tensor, times: Tensor) -> Computed:
-    """dreambooth/train_dreambooth_lora_sana.py."""
-    clean = raw * pipe.vae.config.scaling_factor
-    level = level_of(pipe, times, clean)
-    found = pipe.transformer(
-        hidden_states=mixed(clean, noise, level),
-        encoder_hidden_states=given["prompt_embeds"],
-        encoder_attention_mask=given["prompt_attention_mask"],
-        timestep=times,
-        return_dict=False,
-    )[0]
-    return found, noise - clean, weights_of(level)
-
-
 def lumina2(pipe: Any, given: dict[str, Any], raw: Tensor, noise: Tensor, times: Tensor) -> Computed:
     """dreambooth/train_dreambooth_lora_lumina2.py, where a level of one is the picture: of opposite timesteps."""
     clean, times = shifted(pipe, raw), 1000 - times
@@ -116,21 +101,6 @@ def lumina2(pipe: Any, given: dict[str, Any], raw: Tensor, noise: Tensor, times:
         return_dict=False,
     )[0]
     return found, clean - noise, weights_of(level)
-
-
-def hidream(pipe: Any, given: dict[str, Any], raw: Tensor, noise: Tensor, times: Tensor) -> Computed:
-    """dreambooth/train_dreambooth_lora_hidream.py."""
-    clean = shifted(pipe, raw)
-    level = level_of(pipe, times, clean)
-    found = pipe.transformer(
-        hidden_states=mixed(clean, noise, level),
-        encoder_hidden_states_t5=given["prompt_embeds_t5"],
-        encoder_hidden_states_llama3=given["prompt_embeds_llama3"],
-        pooled_embeds=given["pooled_prompt_embeds"],
-        timesteps=times,
-        return_dict=False,
-    )[0]
-    return -found, noise - clean, weights_of(level)
 
 
 def qwen(pipe: Any, given: dict[str, Any], raw: Tensor, noise: Tensor, times: Tensor) -> Computed:
@@ -186,17 +156,11 @@ VELOCITY = diffusers.CogVideoXDPMScheduler(prediction_type="v_prediction")
 CASES: dict[str, tuple[Callable[..., Computed], Exam]] = {
     "StableDiffusion3Pipeline": (sd3, EXAMS["StableDiffusion3Pipeline"]),
     "Flux2Pipeline": (flux2, EXAMS["Flux2Pipeline"]),
-    "SanaPipeline": (sana, EXAMS["SanaPipeline"]),
     "Lumina2Pipeline": (lumina2, EXAMS["Lumina2Pipeline"]),
-    "HiDreamImagePipeline": (hidream, EXAMS["HiDreamImagePipeline"]),
     "QwenImagePipeline": (qwen, EXAMS["QwenImagePipeline"]),
     "ZImagePipeline": (z_image, EXAMS["ZImagePipeline"]),
     "CogVideoXPipeline": (cogvideox, exam("CogVideoXPipeline", scheduler=VELOCITY)),
 }
-
-
-# Pipelines whose families are written by hand as well.
-PLAIN = ("StableDiffusion3Pipeline", "FluxPipeline", "PixArtAlphaPipeline", "PixArtSigmaPipeline", "WanPipeline")
 
 
 def losses_of(name: str) -> tuple[Tensor, Tensor, Callable[..., Tensor]]:
@@ -217,15 +181,6 @@ def losses_of(name: str) -> tuple[Tensor, Tensor, Callable[..., Tensor]]:
         ours = sample_losses(
             family.predict(pipe, pipe.transformer, noised.latents, noised.timesteps, conditions), noised
         )
-        by_hand = BY_HAND.get(type(pipe.transformer).__name__) if name in PLAIN else None
-        if by_hand is not None:
-            call = exam.call([NUMBERS[one] for one in SAID])
-            given = by_hand.encode(pipe, call["prompt"], call["max_sequence_length"])
-            known = sample_losses(
-                by_hand.predict(pipe, pipe.transformer, noised.latents, noised.timesteps, given), noised
-            )
-            assert torch.allclose(by_hand.scaled(pipe, raw), latents, atol=1e-6)
-            assert torch.allclose(known, ours, rtol=1e-5)
 
     def theirs(**more: Any) -> Tensor:
         call = exam.call([NUMBERS[one] for one in SAID])
@@ -237,7 +192,7 @@ def losses_of(name: str) -> tuple[Tensor, Tensor, Callable[..., Tensor]]:
     return ours, noised.timesteps, theirs
 
 
-@pytest.mark.parametrize("name", sampled(CASES, of=2))
+@pytest.mark.parametrize("name", sampled(CASES, of=4))
 def test_losses_are_those_of_the_script(name: str):
     ours, times, theirs = losses_of(name)
     assert len(set(times.tolist())) == 2

@@ -12,20 +12,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_train import pipeline
 
 import ditmesh
 from ditmesh import ParallelConfig
 from ditmesh.comm.mesh import Mesh
 from ditmesh.train import TrainConfig
+from ditmesh.train.data.captions import captions_of, chosen, triggered
 from ditmesh.train.data.encoded import EncodedSamples
 from ditmesh.train.data.order import DrawnSample, MicroBatch, SampleOrder, buckets_of
 from ditmesh.train.data.sources import all_samples, digest_of
-from ditmesh.train.data.wording import captions_of, chosen, triggered
 from ditmesh.train.objective import NoisyBatch, sample_losses
 from ditmesh.train.observed.family import ObservedFamily
 from support.families import StableDiffusion3
-from support.train import configured, emoji, folder_of, settings, weights_after
+from support.train import configured, emoji, folder_of, loaded, settings, weights_after
 
 SIZES = [(64, 64)] * 7 + [(32, 96)] * 4
 
@@ -127,32 +126,6 @@ def test_data_sets_are_found_with_settings_of_their_own(tmp_path, data):
     assert digest_of(as_list.data, all_samples(as_list.data, "text")) == digest_of(alone.data, plain)
 
 
-def test_one_data_set_in_a_list_is_the_same_run(tmp_path, data):
-    given = {**settings(data, tmp_path / "a", max_train_steps=1), "random_flip": True, "lora": {"rank": 1}}
-    listed = {**given, "output_dir": str(tmp_path / "b"), "train_data": [{"dir": str(data)}]}
-    del listed["train_data_dir"]
-    assert weights_after(given) == weights_after(listed)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"train_data": [{"dir": "a"}]}, "data.train_data_dir and data.train_data are both there; leave one out"),
-        ({"train_data_dir": ""}, "train_data_dir is missing"),
-        (
-            {"train_data_dir": "", "train_data": [{"dir": "a", "wait": 1}]},
-            "'data.train_data.0.wait' is no training setting",
-        ),
-        ({"train_data_dir": "", "train_data": [{"dir": "a", "weight": 0}]}, "train_data.0.weight=0"),
-    ],
-    ids=str,
-)
-def test_a_setting_that_does_not_fit(tmp_path, change, said):
-    with pytest.raises(ditmesh.ConfigError) as error:
-        configured({**settings(tmp_path, tmp_path), **change})
-    assert said in str(error.value)
-
-
 # --- captions --------------------------------------------------------------------------------------------------
 
 
@@ -166,14 +139,6 @@ def test_captions_are_worded():
     counted = Counter(captions_of(several)[chosen(several, seed)] for seed in range(3000))
     assert all(abs(count - 1000) < 120 for count in counted.values())
     assert [captions_of(one)[chosen(one, 1)] for one in (3, None, "a")] == [3, None, "a"]
-
-
-def test_several_captions_of_an_image(tmp_path):
-    data = folder_of(tmp_path / "data", 3)
-    (data / "metadata.jsonl").unlink()
-    (data / "000.txt").write_text("a fox\n\n one more fox \n", encoding="utf-8")
-    found = all_samples(config_of(data, tmp_path, instance_prompt="none").data, "text")
-    assert [one.words for one in found.good] == ["a fox\n\n one more fox", "none", "none"]
 
 
 def encoded_samples(pipe: Any, samples: Any, sizes: Any, config: TrainConfig, family: Any = None) -> EncodedSamples:
@@ -224,7 +189,7 @@ def masks_of(folder: Path, data: Path, names: list[str]) -> Path:
 
 def test_what_is_cached_is_what_is_encoded(tmp_path, data):
     """With captions that are drawn, masks, mirrored samples, empty captions and two data sets."""
-    pipe, other = pipeline(), folder_of(tmp_path / "other", 3)
+    pipe, other = loaded("emoji-sd3"), folder_of(tmp_path / "other", 3)
     lines = [json.dumps({"file_name": f"00{n}.png", "text": [f"one {n}", f"two {n}", "three"]}) for n in range(3)]
     (other / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
     given = {
@@ -240,23 +205,6 @@ def test_what_is_cached_is_what_is_encoded(tmp_path, data):
     del given["train_data_dir"]
     batches = same_batches(pipe, given, tmp_path / "cache")
     assert any(one.mask is not None for one in batches)
-
-
-def test_long_captions_are_counted(tmp_path):
-    data = folder_of(tmp_path / "data", 3)
-    long = " ".join(["a red fox"] * 9)
-    (data / "metadata.jsonl").write_text(
-        "\n".join(json.dumps({"file_name": f"00{n}.png", "text": text}) for n, text in enumerate(("a fox", long, "b")))
-    )
-    config, pipe = config_of(data, tmp_path), pipeline()
-    found = all_samples(config.data, "text")
-    encoded = encoded_samples(pipe, found.good, [(64, 64)] * 3, config)
-    lines = encoded.long_captions()
-    count = len(pipe.tokenizer(long)["input_ids"])
-    assert lines == [
-        f"1 caption is cut by {name} at 16 tokens (the longest has {count}: 001.png)"
-        for name in ("tokenizer", "tokenizer_2", "tokenizer_3")
-    ]
 
 
 # --- masks -----------------------------------------------------------------------------------------------------
@@ -290,7 +238,7 @@ def test_white_masks_are_the_run_without_masks(tmp_path, data):
 
 def test_a_mask_is_mirrored_with_its_image(tmp_path, data):
     masks = masks_of(tmp_path / "masks", data, [f"{n:03}.png" for n in range(6)])
-    config, pipe = config_of(data, tmp_path, mask_dir=str(masks), random_flip=True), pipeline()
+    config, pipe = config_of(data, tmp_path, mask_dir=str(masks), random_flip=True), loaded("emoji-sd3")
     found = all_samples(config.data, "text").good
     encoded = encoded_samples(pipe, found, [(64, 64)] * 6, config)
     batch = encoded.batch(MicroBatch(tuple(DrawnSample(0, number) for number in range(6)), (64, 64)))
@@ -319,7 +267,7 @@ def test_masks_that_do_not_fit(tmp_path):
     assert len(found.corrupt) == 1
     assert "001.png is left out: it has 64 x 64 pixels, and its mask 001.png 64 x 32" in found.corrupt[0]
     assert found.notes == ("without mask, and trained whole: 1 sample (004.png)",)
-    pipe = pipeline()
+    pipe = loaded("emoji-sd3")
     encoded = encoded_samples(pipe, found.good, [(64, 64)] * 4, config)
     batch = encoded.batch(MicroBatch((DrawnSample(0, 0), DrawnSample(2, 1), DrawnSample(3, 2)), (64, 64)))
     assert batch.mask is not None
@@ -367,7 +315,7 @@ def pairs(data: Path) -> Path:
 
 
 def test_reference_images_go_with_their_targets(tmp_path):
-    data, pipe = pairs(tmp_path / "data"), pipeline()
+    data, pipe = pairs(tmp_path / "data"), loaded("emoji-sd3")
     family = WithReferences()
     family.scheduler = pipe.scheduler
     given = settings(data, tmp_path / "out", conditioning_image_column="source", random_flip=True)
@@ -392,7 +340,7 @@ def test_reference_images_go_with_their_targets(tmp_path):
 
 
 def test_reference_images_that_are_missing_or_not_wanted(tmp_path):
-    data, pipe = pairs(tmp_path / "data"), pipeline()
+    data, pipe = pairs(tmp_path / "data"), loaded("emoji-sd3")
     (data / "before" / "002.jpg").unlink()
     config = config_of(data, tmp_path, conditioning_image_column="source")
     found = all_samples(config.data, "text")

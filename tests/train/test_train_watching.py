@@ -8,19 +8,18 @@ import types
 from pathlib import Path
 from typing import Any, cast
 
-import diffusers
 import pytest
 import torch
 
 import ditmesh
 from ditmesh.cli.train import Shown
-from ditmesh.train.data.encoders import Encoders
+from ditmesh.train.data.encoder import Encoders
 from ditmesh.train.data.order import DrawnSample, MicroBatch
-from ditmesh.train.logs.training_log import COLUMNS, TrainingLog, read_log
+from ditmesh.train.logs import COLUMNS, TrainingLog, read_log
 from ditmesh.train.optimizer.update import WeightUpdate
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
-from support.train import configured, folder_of, save_pipeline, settings
+from support.train import configured, folder_of, loaded, save_pipeline, settings
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def test_images_are_drawn_before_the_first_step_and_after_the_last(given):
     """Also if no multiple of validation_steps is there; a run that goes on begins with no image."""
     drawn: list[int] = []
     run = given(validation_steps=3, max_train_steps=4)
-    pipe = diffusers.DiffusionPipeline.from_pretrained(run["pretrained_model_name_or_path"])
+    pipe = loaded(run["pretrained_model_name_or_path"])
     with Trainer(configured(run), pipe, timeout=100.0) as trainer:
         trainer.run(validate=lambda step: drawn.append(step), until=2)
     assert drawn == [0]
@@ -56,7 +55,7 @@ def test_images_are_drawn_before_the_first_step_and_after_the_last(given):
     assert drawn == [0, 3, 4]
 
 
-@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("cached", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_encoders_leave_the_device_while_a_cache_replaces_them(given, tmp_path, monkeypatch, cached):
     """After all is encoded; they are back for images, and for a sample whose file of the cache is damaged."""
     places: list[str] = []
@@ -70,7 +69,7 @@ def test_encoders_leave_the_device_while_a_cache_replaces_them(given, tmp_path, 
     monkeypatch.setattr(Encoders, "_move", moved)
     more = {"cache_dir": str(tmp_path / "cache")} if cached else {}
     run = given(validation_steps=2, max_train_steps=3, random_flip=True, **more)
-    pipe = diffusers.DiffusionPipeline.from_pretrained(run["pretrained_model_name_or_path"])
+    pipe = loaded(run["pretrained_model_name_or_path"])
     for name in ("text_encoder", "vae"):
         part = getattr(pipe, name).encoder
         part.register_forward_pre_hook(lambda *_, name=name: used.append((name, (places or ["device"])[-1])))
@@ -98,14 +97,14 @@ def test_images_of_labels_are_drawn(tmp_path):
     run |= {"max_sequence_length": None, "validation_prompts": ["3"], "validation_inference_steps": 2}
     done = train(configured(run))
     assert {file.name for file in (tmp_path / "out" / "validation").iterdir()} == {"step-0-0.png", "step-1-0.png"}
-    pipe = diffusers.DiffusionPipeline.from_pretrained(done["pipeline"])
+    pipe = loaded(done["pipeline"])
     assert pipe([3], num_inference_steps=2, output_type="np").images[0].shape == (32, 32, 3)
 
 
 # --- what a run promises beside its curve -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("average", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_the_average_by_hand_is_what_is_exported(given, model, monkeypatch, average):
     """Of the weights after every step, also of a run that stopped; without an average the last ones."""
     weights: list[dict[str, torch.Tensor]] = []
@@ -123,7 +122,7 @@ def test_the_average_by_hand_is_what_is_exported(given, model, monkeypatch, aver
 
     monkeypatch.setattr(WeightUpdate, "apply", recorded)
     run = given(max_train_steps=4, ema_decay=0.2 if average else None, learning_rate=1e-2, validation_steps=1)
-    with Trainer(configured(run), diffusers.DiffusionPipeline.from_pretrained(model), timeout=100.0) as trainer:
+    with Trainer(configured(run), loaded(model), timeout=100.0) as trainer:
         trainer.run(until=2, validate=lambda step: None)
     result = train(configured({**run, "resume_from_checkpoint": "latest"}))
     expected = weights[0]
@@ -131,7 +130,7 @@ def test_the_average_by_hand_is_what_is_exported(given, model, monkeypatch, aver
         # As in diffusers: of the first weights nothing is kept, and less than ``ema_decay`` in the first steps.
         decay = min((1 + step) / (10 + step), 0.2) if average else 0.0
         expected = {name: decay * expected[name] + (1 - decay) * value for name, value in after.items()}
-    exported = diffusers.DiffusionPipeline.from_pretrained(result["pipeline"]).transformer.state_dict()
+    exported = loaded(result["pipeline"]).transformer.state_dict()
     assert len(weights) == 4
     for name, value in expected.items():
         torch.testing.assert_close(exported[name], value, rtol=1e-5, atol=1e-7)
@@ -140,7 +139,7 @@ def test_the_average_by_hand_is_what_is_exported(given, model, monkeypatch, aver
 def test_a_step_is_that_of_the_mean_over_all_its_samples(given, model):
     """Of micro-batches of unlike sizes, by hand: every sample weighs as much, and none is left out."""
     run = given(train_batch_size=3, global_batch_size=9, max_grad_norm=0.0)
-    with Trainer(configured(run), diffusers.DiffusionPipeline.from_pretrained(model)) as trainer:
+    with Trainer(configured(run), loaded(model)) as trainer:
         batches = trainer.data.order.step(0)
         assert sorted(batch.count for batch in batches) == [2, 3, 3]
         loss = sum(trainer._losses(batch).sum() for batch in batches) / 8
@@ -154,7 +153,7 @@ def test_gradients_are_clipped_to_the_norm_asked_for(given, model):
     norms: list[float] = []
     reported: list[float] = []
     run = given(max_train_steps=2, max_grad_norm=1e-3, checkpointing_steps=9)
-    with Trainer(configured(run), diffusers.DiffusionPipeline.from_pretrained(model)) as trainer:
+    with Trainer(configured(run), loaded(model)) as trainer:
         step = trainer.update.optimizer.step
 
         def recorded() -> None:
@@ -173,7 +172,7 @@ def test_all_that_is_random_follows_from_the_seed_and_the_number_of_a_sample(giv
 
     def randomness(seed: int, numbers: list[int]) -> dict[str, Any]:
         run = given(seed=seed, random_flip=True, proportion_empty_prompts=0.5, output_dir=str(tmp_path / str(seed)))
-        with Trainer(configured(run), diffusers.DiffusionPipeline.from_pretrained(model)) as trainer:
+        with Trainer(configured(run), loaded(model)) as trainer:
             encoded = trainer.data.encoded
             micro = MicroBatch(tuple(DrawnSample(0, number) for number in numbers), (32, 32))
             batch = encoded.batch(micro)
@@ -242,7 +241,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(given, monkeypatch, caplog):
 def test_a_tracker_that_is_not_there_is_refused(given, monkeypatch):
     with pytest.raises(ditmesh.ConfigError, match=r"output.report_to.0='wandbb'"):
         configured(given(report_to="wandbb"))
-    monkeypatch.setattr("ditmesh.train.logs.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("ditmesh.train.logs.find_spec", lambda name: None)
     with pytest.raises(ditmesh.InputError, match="wandb is not installed; pip install wandb"):
         train(configured(given(report_to="wandb")))
 

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ..errors import DitmeshError
-from ..generate.model_info import find_model
+from ..comm.objects import broadcast_object, gather_objects
+from ..errors import DitmeshError, InputError
+from ..generate.model_info import ModelInfo, find_model
 from ..layout.describe import meta_model
+from ..memory.available import free_memory
 from ..memory.cards import card
 from ..memory.catalogue import shapes
 from ..memory.check import components_of, components_of_shape
@@ -85,12 +88,14 @@ def _bytes_beside(
         for name, part in encoders.items()
         if name not in config.model.train_modules
     ]
-    images = 0.0 if components.vae is None else _bytes(_on_meta(components.vae), None)
-    return images + sum(texts) + sum(_bytes(_on_meta(part), config.model.base_precision) for part in others)
-
-
-def _on_meta(part: Component) -> nn.Module:
-    return meta_model(part.kind, dict(part.settings))
+    images = (
+        0.0 if components.vae is None else _bytes(meta_model(components.vae.kind, dict(components.vae.settings)), None)
+    )
+    return (
+        images
+        + sum(texts)
+        + sum(_bytes(meta_model(part.kind, dict(part.settings)), config.model.base_precision) for part in others)
+    )
 
 
 def _numbers(model: nn.Module) -> int:
@@ -152,6 +157,33 @@ def least_memory(config: TrainConfig) -> float | None:
         log.debug("the memory of training is not known: %s", error)
         return None
     return max(phase["total"] for phase in phases.values())
+
+
+def check_training_memory(
+    config: TrainConfig, info: ModelInfo, device: torch.device, limit: float | None = None
+) -> None:
+    """Raise an error if not even weights, gradients and state of a run fit, before they are read. Collective.
+
+    Args:
+        info: the model; its files are here.
+        limit: bytes that a rank may take; None: the device's free memory (on a CPU the host's, in equal parts).
+
+    Raises:
+        InputError: on all ranks alike; names what saves memory.
+    """
+    grouped = dist.is_available() and dist.is_initialized()
+    ranks = dist.get_world_size() if grouped else 1
+    room = free_memory(device, ranks) if limit is None else limit
+    room = min(gather_objects(room)) if ranks > 1 else room
+    needed = least_memory(config) if not grouped or dist.get_rank() == 0 else None
+    if ranks > 1:
+        needed = broadcast_object(needed)
+    if needed is not None and needed > room:
+        raise InputError(
+            f"training {info.name} with {config.parallel.describe()} takes {needed / 1e9:.3g} GB on a rank before "
+            f"activations, and {room / 1e9:.3g} GB are free; use data.cache_dir, lora with model.base_precision: nf4, "
+            "or model.sharding: fsdp, or switch the check off (--memory-limit none)"
+        )
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -59,27 +59,23 @@ class NoiseObjective:
     def __init__(self, scheduler: Any, config: TrainConfig) -> None:
         self._config = config.model
         self.scheduler, self._is_flow = _tables(scheduler)
-        own = "flow" if self._is_flow else scheduler.config.get("prediction_type", "epsilon")
-        self.kind = own if config.model.objective == "auto" else config.model.objective
+        self.kind = "flow" if self._is_flow else scheduler.config.get("prediction_type", "epsilon")
         if self.kind not in OBJECTIVES:
             raise ConfigError(f"{type(scheduler).__name__} predicts {self.kind!r}, which nothing here trains")
-        if self._is_flow != (self.kind == "flow"):
-            raise ConfigError(f"objective={self.kind!r} does not fit {type(scheduler).__name__}; use objective='auto'")
         if self._is_flow and config.model.snr_gamma is not None:
             raise ConfigError("snr_gamma weighs epsilon- and v-prediction; leave it out for rectified flow")
 
     def keep_between(self, lowest: float, highest: float) -> None:
         """Draw timesteps of rectified flow within bounds alone: those of one of several transformers.
 
-        Raises:
-            ConfigError: the objective is another one, or there is no timestep between the bounds.
+        Raises `ConfigError`: the objective is another one, or there is no timestep between the bounds.
         """
         times = self.scheduler.timesteps
         # A bound may lie just below a timestep.
         mask = (times.double() >= lowest) & (times.double() <= highest)
         if not self._is_flow or not bool(mask.any()):
             raise ConfigError(
-                f"objective={self.kind!r} has no timesteps from {lowest:g} to {highest:g} to be trained on"
+                f"objective {self.kind!r} has no timesteps from {lowest:g} to {highest:g} to be trained on"
             )
         self.scheduler.sigmas = self.scheduler.sigmas[: len(times)][mask]
         self.scheduler.timesteps = times[mask]

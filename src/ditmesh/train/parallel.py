@@ -24,8 +24,7 @@ DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, n
 def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
     """The modules of ``train_modules``, with fresh weights or adapters as configured; all others are frozen.
 
-    Raises:
-        ConfigError: the pipeline has no such module, or no layers for the adapters.
+    Raises `ConfigError`: the pipeline has no such module, or no layers for the adapters.
     """
     unknown = [name for name in config.model.train_modules if not isinstance(pipe.components.get(name), nn.Module)]
     if unknown:

@@ -13,11 +13,7 @@ from .config import TrainConfig
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Reject errors in the settings.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Reject errors in the settings. Raises `ConfigError`: naming the setting."""
     for name, field in ParallelConfig.model_fields.items():
         value, why = getattr(config.parallel, name), setting(name).untrained
         if why is not None and value != field.default:
@@ -37,8 +33,7 @@ def check_settings(config: TrainConfig) -> None:
 def check_folders(config: TrainConfig) -> None:
     """Reject folders of data sets, masks and reference images that are not there or empty.
 
-    Raises:
-        InputError: names the setting.
+    Raises `InputError`: names the setting.
     """
     data = config.data
     names = [f"train_data.{number}.dir" for number in range(len(data.train_data))] or ["train_data_dir"]
@@ -59,8 +54,7 @@ def check_folders(config: TrainConfig) -> None:
 def check_run(config: TrainConfig, info: ModelInfo) -> None:
     """Reject errors in the settings, the model's JSON files and the folders.
 
-    Raises:
-        ConfigError, InputError: naming the setting, its value and the way out.
+    Raises `ConfigError`, `InputError`: naming the setting, its value and the way out.
     """
     check_settings(config)
     if config.model.encoder_precision is not None or config.lora is not None:
@@ -80,7 +74,7 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
             raise ConfigError(f"train_modules: {info.pipeline_class} has no module {name!r}{near}")
     size = None if config.data.aspect_ratio_buckets is not None else (config.data.resolution, config.data.resolution)
     check_config(config.parallel, info, config.parallel.world_size, size, config.data.num_frames or 1)
-    from .logs.trackers import check_trackers
+    from .logs import check_trackers
     from .optimizer.optimizers import check_optimizer
 
     check_optimizer(config)

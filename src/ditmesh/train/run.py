@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..generate.model_info import find_model
 from ..generate.runner import PipelineRunner, rank_of_process
 from .checkpoints.export import export
 from .config import TrainConfig
-from .memory_check import check_training_memory
+from .memory import check_training_memory
 from .model.frozen import read_pipeline_frozen
 from .trainer import Trainer
 
@@ -61,14 +62,19 @@ def train(
     began = time.monotonic()
     model = type(getattr(pipe, config.denoiser))
     with Trainer(config, pipe, device_of_rank(), timeout, report if rank_of_process() == 0 else None) as trainer:
-        config, validation = trainer.config, _Validation(trainer)
+        config, validate = trainer.config, partial(_validate, trainer)
+        if config.output.validation_prompts and (trainer.family.source_image or trainer.family.reference) is not None:
+            name = type(pipe).__name__
+            raise ConfigError(
+                f"validation_prompts: {name} draws from an image, and a prompt alone has none; leave it out"
+            )
         # Messages of the other ranks would be the same.
         reported = report if trainer.speaks else None
         if reported is not None:
             reported(trainer.data.report)
         elif trainer.speaks:
             trainer.data.report.log(logger)
-        outcome = trainer.run(report=reported, validate=validation.run if config.output.validation_prompts else None)
+        outcome = trainer.run(report=reported, validate=validate if config.output.validation_prompts else None)
         memory = max(trainer.mesh.world.all_gather_object(outcome.peak_bytes))
         bits = trainer.state.weights_digest() if config.in_order else None
         with trainer.update.averaged():
@@ -104,54 +110,42 @@ def _read_pipeline(config: TrainConfig, limit: float | None) -> Any:
     return pipe
 
 
-class _Validation:
-    """Images of the validation prompts."""
+def _validate(trainer: Trainer, step: int) -> dict[str, Path]:
+    """Draw the validation images of a step; returns their files by name, on the rank that writes them."""
+    config = trainer.config
+    runner = PipelineRunner(trainer.pipe, trainer.device)
+    labelled, length = trainer.family.conditioned_by == "label", config.data.max_sequence_length
+    conditions: list[Any] = [int(one) if labelled else one for one in config.output.validation_prompts]
+    side = None if labelled else config.data.resolution
+    job = PictureJob(
+        model="",
+        name="",
+        pipeline_class=runner.kind.__name__,
+        prompts=config.output.validation_prompts,
+        labels=tuple(conditions) if labelled else (),
+        out="",
+        width=side,
+        height=side,
+        steps=config.output.validation_inference_steps,
+        seed=config.seed,
+        max_sequence_length=length[0] if isinstance(length, tuple) else length,
+    )
+    more: dict[str, Any] = {"output_type": "np"}
+    if "use_resolution_binning" in runner.parameters:
+        # At the resolution of training, not at the nearest one of the published weights.
+        more["use_resolution_binning"] = False
+    frames: list[Any] = []
+    # One by one, so that an image does not depend on the others.
+    for number in range(job.calls):
+        frames += runner.run(runner.prepare(job, number, **more))[0].frames
+    pictures = (np.stack(frames) * 255).round().clip(0, 255).astype(np.uint8)
+    files: dict[str, Path] = {}
+    if trainer.speaks:
+        from PIL import Image
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        beside = trainer.family.source_image or trainer.family.reference
-        if trainer.config.output.validation_prompts and beside is not None:
-            raise ConfigError(
-                f"validation_prompts: {type(trainer.pipe).__name__} draws from an image, and a prompt alone has none; "
-                "leave it out"
-            )
-
-    def run(self, step: int) -> dict[str, Path]:
-        """Draw the images of a step; returns their files by name, on the rank that writes them."""
-        trainer, config = self._trainer, self._trainer.config
-        runner = PipelineRunner(trainer.pipe, trainer.device)
-        labelled, length = trainer.family.conditioned_by == "label", config.data.max_sequence_length
-        conditions: list[Any] = [int(one) if labelled else one for one in config.output.validation_prompts]
-        side = None if labelled else config.data.resolution
-        job = PictureJob(
-            model="",
-            name="",
-            pipeline_class=runner.kind.__name__,
-            prompts=config.output.validation_prompts,
-            labels=tuple(conditions) if labelled else (),
-            out="",
-            width=side,
-            height=side,
-            steps=config.output.validation_inference_steps,
-            seed=config.seed,
-            max_sequence_length=length[0] if isinstance(length, tuple) else length,
-        )
-        more: dict[str, Any] = {"output_type": "np"}
-        if "use_resolution_binning" in runner.parameters:
-            # At the resolution of training, not at the nearest one of the published weights.
-            more["use_resolution_binning"] = False
-        frames: list[Any] = []
-        # One by one, so that an image does not depend on the others.
-        for number in range(job.calls):
-            frames += runner.run(runner.prepare(job, number, **more))[0].frames
-        pictures = (np.stack(frames) * 255).round().clip(0, 255).astype(np.uint8)
-        files: dict[str, Path] = {}
-        if trainer.speaks:
-            from PIL import Image
-
-            folder = Path(config.output_dir) / "validation"
-            folder.mkdir(parents=True, exist_ok=True)
-            for number, picture in enumerate(pictures):
-                files[f"validation/{number}"] = folder / f"step-{step}-{number}.png"
-                Image.fromarray(picture).save(files[f"validation/{number}"])
-        return files
+        folder = Path(config.output_dir) / "validation"
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, picture in enumerate(pictures):
+            files[f"validation/{number}"] = folder / f"step-{step}-{number}.png"
+            Image.fromarray(picture).save(files[f"validation/{number}"])
+    return files

@@ -193,9 +193,6 @@ class ModelConfig(SettingsGroup):
         "``none`` (gradients are averaged after the backward pass); ``auto``: ``ddp``, in reproducible mode ``none``.",
     )
     gradient_checkpointing: bool = Field(default=False, description="Recompute blocks in the backward pass.")
-    objective: Literal["auto", "flow", "epsilon", "v_prediction"] = Field(
-        default="auto", description="``auto`` is the scheduler's own objective."
-    )
     weighting_scheme: Literal["none", "logit_normal", "mode", "sigma_sqrt", "cosmap"] = Field(
         default="logit_normal",
         description="Density of noise levels and loss weights of rectified flow (Esser et al. 2024, arXiv:2403.03206).",

@@ -21,15 +21,13 @@ from ..comm.state import raise_for_peer
 from ..engine import restore
 from ..strategies.determinism import deterministic
 from .checkpoints.checkpoint import Checkpoints, checkpoint_facts
-from .checkpoints.folder import hold_output, run_settings
-from .checkpoints.resuming import ResumeReport, run_differences
+from .checkpoints.folder import ResumeReport, hold_output, run_differences, run_settings
 from .config import TrainConfig
 from .data.agreement import agreed_samples
 from .data.order import MicroBatch, shares
 from .data.sources import all_samples
 from .data.training_data import TrainingData
-from .logs.trackers import check_trackers
-from .logs.training_log import TrainingLog
+from .logs import TrainingLog, check_trackers
 from .memory import peak_bytes
 from .model.frozen import freeze_encoders
 from .objective import NoiseObjective, sample_losses
@@ -190,8 +188,12 @@ class Trainer:
         until: int | None,
     ) -> Outcome:
         config, outcome = self.config, Outcome(skipped=list(self.data.corrupt))
-        outcome.changed = self._resume()
-        self._fill_cache()
+        outcome.changed, encoded = self._resume(), self.data.encoded
+        encoded.fill_cache(self.mesh, self._preparing)
+        if encoded.is_complete:
+            # The device is free of what has encoded them.
+            encoded.encoders.release()
+            self._undo.callback(lambda: None if self._failed else encoded.encoders.restore())
         on_first(self.mesh.world, lambda: check_trackers(config))
         log = TrainingLog(config, self.step) if self.speaks else None
         end = min(self.data.steps, until or self.data.steps)
@@ -229,17 +231,9 @@ class Trainer:
             if log is not None:
                 log.close()
         outcome.step = self.step
-        skipped, outcome.notes = self.data.encoded.gather_notes(self.mesh)
+        skipped, outcome.notes = encoded.gather_notes(self.mesh)
         outcome.skipped += skipped
         return outcome
-
-    def _fill_cache(self) -> None:
-        """Encode all samples, and then free the device of what encoded them. Collective."""
-        encoded = self.data.encoded
-        encoded.fill_cache(self.mesh, self._preparing)
-        if encoded.is_complete:
-            encoded.encoders.release()
-            self._undo.callback(lambda: None if self._failed else encoded.encoders.restore())
 
     def _validate(self, validate: Callable[[int], Mapping[str, Path] | None] | None, log: TrainingLog | None) -> None:
         """Have images drawn with the weights that would be saved. Collective."""
@@ -322,7 +316,9 @@ class Trainer:
         )
         self.step = self.state.load(self.checkpoints, folder, facts)
         if self._report_preparing is not None:
-            self._report_preparing(ResumeReport.of(folder.name, self.step, self.data.steps, changed))
+            lines = [f"resuming from {folder.name}: {self.step} of {self.data.steps} steps are done"]
+            lines += [f"  changes the curve: {sentence}" for sentence in changed]
+            self._report_preparing(ResumeReport(tuple(lines)))
         elif self.speaks:
             for sentence in changed:
                 logger.warning("%s: %s", folder.name, sentence)

@@ -27,8 +27,7 @@ Show = Callable[[str, int, int], None]
 class Advance:
     """The callback for progress inside `uneven_work`: ``advance(done, total)``.
 
-    Raises:
-        PeerError: another rank has failed, or makes no progress; names it.
+    Raises `PeerError`: another rank has failed, or makes no progress; names it.
     """
 
     def __init__(self, mesh: Mesh, what: str, name: str, show: Show | None) -> None:
@@ -62,7 +61,11 @@ class Advance:
     def _look(self) -> bool:
         """See how far the others are; whether all are done."""
         self._looked = now = time.monotonic()
-        messages = {rank: self._message(rank) for rank in self._others}
+        messages = dict.fromkeys(self._others, "")
+        for rank in self._others:
+            store, key = dist.distributed_c10d._get_default_store(), f"ditmesh/{self._name}/{rank}"
+            if store.check([key]):
+                messages[rank] = store.get(key).decode()
         for rank, message in messages.items():
             if message.startswith("failed"):
                 raise PeerError(f"rank {rank} has failed while {self._what}; see its own error")
@@ -78,10 +81,6 @@ class Advance:
             counts = [tuple(map(int, message.split()[1:])) for message in (self._mine, *messages.values()) if message]
             self._show(self._what, sum(done for done, _ in counts), sum(total for _, total in counts))
         return all(message.startswith("done") for message in messages.values())
-
-    def _message(self, rank: int) -> str:
-        store, key = dist.distributed_c10d._get_default_store(), f"ditmesh/{self._name}/{rank}"
-        return store.get(key).decode() if store.check([key]) else ""
 
 
 @contextmanager

@@ -111,11 +111,7 @@ class Page(Report):
         )
 
     def write(self, path: str | Path) -> Path:
-        """Write the report as a page, atomically.
-
-        Raises:
-            InputError: the file cannot be written.
-        """
+        """Write the report as a page, atomically. Raises `InputError`: the file cannot be written."""
         path = Path(path)
         try:
             with written_whole(path) as temporary:

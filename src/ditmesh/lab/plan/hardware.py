@@ -80,11 +80,7 @@ class Hardware:
 
 
 def device(name: str, dtype: str = "bfloat16") -> Device:
-    """A device of the table.
-
-    Raises:
-        InputError: it is not there, or not with this dtype; names those that are.
-    """
+    """A device of the table. Raises `InputError`: it is not there, or not with this dtype; names those that are."""
     entry, shares = device_entry(name), parts()["shares"]
     if "matmul" in entry:
         # Measured as a whole.
@@ -110,8 +106,7 @@ def device(name: str, dtype: str = "bfloat16") -> Device:
 def link(name: str) -> LinkSpeed:
     """A link of the table, or one of so many ``GB/s`` or ``Gb/s``.
 
-    Raises:
-        InputError: it is neither; names those that are there.
+    Raises `InputError`: it is neither; names those that are there.
     """
     table, key, shares = parts()["links"], key_of(name), parts()["shares"]
     if key in table:

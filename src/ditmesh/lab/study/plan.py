@@ -103,11 +103,7 @@ class Cell:
         return f"{self.sampler} {self.strategy} {self.devices} {self.warmup}{' on ranks' if self.real else ''}"
 
     def config(self) -> ParallelConfig:
-        """The configuration of the engine.
-
-        Raises:
-            ConfigError: the engine does not know the setting.
-        """
+        """The configuration of the engine. Raises `ConfigError`: the engine does not know the setting."""
         if self.strategy == SYNCHRONOUS:
             return ParallelConfig()
         strategy, _, predict = self.strategy.partition("+")
@@ -154,11 +150,7 @@ class StudyPlan:
 
 
 def split_list(text: str, option: str) -> list[str]:
-    """Words between commas; commas inside parentheses separate nothing.
-
-    Raises:
-        InputError: there is no word.
-    """
+    """Words between commas; commas inside parentheses separate nothing. Raises `InputError`: there is no word."""
     words = [word.strip() for word in re.split(r",(?![^(]*\))", text)]
     if not all(words):
         raise InputError(f"{option} {text!r} is not a list; write words with commas between them")

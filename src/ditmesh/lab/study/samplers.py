@@ -27,11 +27,7 @@ DDPM: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def check_sampler(name: str, model: Path) -> None:
-    """Reject a sampler that does not fit the model (a pipeline's folder).
-
-    Raises:
-        InputError: naming those it can.
-    """
+    """Reject a sampler that does not fit the model (a pipeline's folder). Raises `InputError`: naming those it can."""
     kind = scheduler_class(OWN, model)
     table = _table(kind)
     if name != OWN and name not in table:

@@ -27,8 +27,7 @@ _runner: Runner | None = None
 class Store:
     """The finished cells of a folder, which is made if need be.
 
-    Raises:
-        InputError: the folder cannot be written to, or holds a file of cells that is none.
+    Raises `InputError`: the folder cannot be written to, or holds a file of cells that is none.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -136,10 +136,8 @@ class Checkpoints:
         return next((one for one in self._mesh.world.all_gather_object(problem) if one is not None), None)
 
     def _newest_first(self) -> Iterator[tuple[int, Path]]:
-        found = [
-            (int(match[1]), path) for path in self.folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))
-        ]
-        yield from sorted(found, reverse=True)
+        named = ((_NAME.fullmatch(path.name), path) for path in self.folder.glob("checkpoint-*"))
+        yield from sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
 
     def find(self, wanted: str) -> Path | None:
         """The checkpoint to resume from: ``latest`` (the newest complete one) or a folder. Collective.
@@ -150,24 +148,22 @@ class Checkpoints:
         Raises:
             InputError: the named folder is no whole checkpoint; says which file is wrong.
         """
-        found = on_first(self._mesh.world, lambda: self._found(wanted))
-        return None if found is None else Path(found)
 
-    def _found(self, wanted: str) -> str | None:
-        with contextlib.suppress(OSError):
-            self._clear()
-        if wanted != "latest":
-            folder = Path(wanted) if Path(wanted).is_dir() else self.folder / wanted
-            problem = broken(folder)
-            if problem is not None:
-                raise InputError(f"{wanted!r} is not a checkpoint to resume from: {problem}")
-            return str(folder)
-        for _, folder in self._newest_first():
-            problem = broken(folder)
-            if problem is None:
-                return str(folder)
-            logger.warning("%s is left aside: %s; going on from the one before", folder, problem)
-        return None
+        def found() -> Path | None:
+            with contextlib.suppress(OSError):
+                self._clear()
+            if wanted != "latest":
+                folder = Path(wanted) if Path(wanted).is_dir() else self.folder / wanted
+                if (problem := broken(folder)) is not None:
+                    raise InputError(f"{wanted!r} is not a checkpoint to resume from: {problem}")
+                return folder
+            for _, folder in self._newest_first():
+                if (problem := broken(folder)) is None:
+                    return folder
+                logger.warning("%s is left aside: %s; going on from the one before", folder, problem)
+            return None
+
+        return on_first(self._mesh.world, found)
 
     def load(self, folder: Path, state: dict[str, Any]) -> int:
         """Fill ``state`` in place from a checkpoint, whichever mesh wrote it. Collective.
@@ -193,8 +189,7 @@ class Checkpoints:
     def names(self, folder: Path) -> set[str]:
         """The names of all tensors in a checkpoint, the same on all ranks. Collective.
 
-        Raises:
-            InputError: it is no checkpoint.
+        Raises `InputError`: it is no checkpoint.
         """
 
         def names_in() -> set[str]:

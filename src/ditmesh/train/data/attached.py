@@ -113,8 +113,7 @@ class AttachedImages:
     def named(self, row: Mapping[str, Any], find: Callable[[str], str | None], where: str) -> str | None:
         """The name of the reference image that a row of a listing gives; ``find`` makes it of the name there, or None.
 
-        Raises:
-            InputError: it is not there.
+        Raises `InputError`: it is not there.
         """
         value = None if self.column is None else row.get(self.column)
         if value is None or value == "":

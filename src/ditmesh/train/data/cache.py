@@ -76,8 +76,7 @@ class SampleCache:
     def write(self, index: int | None, encoded: dict[str, Tensor]) -> None:
         """Store the tensors of a sample, which are contiguous and on the CPU.
 
-        Raises:
-            InputError: they cannot be written.
+        Raises `InputError`: they cannot be written.
         """
         path = self.path(index)
         try:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import codecs
 import csv
+import inspect
 import io
 import json
 import math
+import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from typing import Any
 from ...errors import InputError
 from ...media.files import read_whole
 from ...report.formatting import enumerated
+from ..settings import DataConfig
 
 # ``"text"`` (captions) or ``"label"`` (classes).
 By = str
@@ -47,8 +50,7 @@ def decoded(content: bytes, name: str) -> str:
 def caption(value: Any, where: str) -> str | tuple[str, ...] | None:
     """A caption for training: text, a number's digits, several of a list, or None if it is missing (null, NaN).
 
-    Raises:
-        InputError: it is something else, or no text that can be encoded.
+    Raises `InputError`: it is something else, or no text that can be encoded.
     """
     if isinstance(value, (list, tuple)):
         if nested := [entry for entry in value if isinstance(entry, (list, tuple))]:
@@ -124,8 +126,7 @@ class SampleWords:
 def read_beside(files: Mapping[str, str], folder: Path) -> SampleWords:
     """Read the files beside an image that have its caption; their names by suffix are relative to the folder.
 
-    Raises:
-        InputError: one of them cannot be read, or they contradict one another.
+    Raises `InputError`: one of them cannot be read, or they contradict one another.
     """
     first = SampleWords()
     for kind, name in sorted(files.items(), key=lambda file: BESIDE.index(file[0])):
@@ -158,11 +159,7 @@ class Listing:
 
 
 def read_listing(path: Path, name: str) -> Listing:
-    """Read JSON lines or CSV.
-
-    Raises:
-        InputError: it cannot be read as a whole, or no line of it can.
-    """
+    """Read JSON lines or CSV. Raises `InputError`: it cannot be read as a whole, or no line of it can."""
     listing = Listing()
     for where, row in LISTINGS[path.name.lower()](decoded(read_whole(path, name, MOST_LISTING), name), name):
         if isinstance(row, str):
@@ -231,3 +228,52 @@ def _csv(text: str, name: str) -> _Rows:
 
 # The names of listings, as imagefolder has them, and their readers.
 LISTINGS: dict[str, Callable[[str, str], _Rows]] = {"metadata.jsonl": _json_lines, "metadata.csv": _csv}
+
+
+# --- the caption that a sample is trained with: one of several, with a trigger word -------------------------------
+
+# As ai-toolkit's captions have it.
+TRIGGER = "[trigger]"
+
+
+def triggered(words: Words, trigger: str | None) -> Words:
+    """Captions with a trigger word; labels and missing captions as they are."""
+    if isinstance(words, tuple):
+        return tuple(str(triggered(text, trigger)) for text in words)
+    if trigger is None or not isinstance(words, str) or not words.strip():
+        return words
+    if TRIGGER in words:
+        return words.replace(TRIGGER, trigger)
+    return words if trigger in words else f"{trigger}, {words}"
+
+
+def chosen(words: Words, seed: int) -> int:
+    """The number of the caption that is drawn among several; 0 for one."""
+    return int(random.Random(seed).random() * len(words)) if isinstance(words, tuple) else 0
+
+
+def captions_of(words: Words) -> tuple[Any, ...]:
+    """All captions that a sample can have; of labels and missing captions the one, as it is."""
+    return words if isinstance(words, tuple) else (words,)
+
+
+def long_captions(pipe: Any, config: DataConfig, captions: Sequence[tuple[str, str]]) -> list[str]:
+    """A sentence for every tokenizer that captions, each with the name of its sample, are too long for."""
+    length = config.max_sequence_length
+    if length is None:
+        default = inspect.signature(type(pipe).__call__).parameters.get("max_sequence_length")
+        length = None if default is None else default.default
+    longest = max(length) if isinstance(length, tuple) else length
+    sentences = []
+    for name, tokenizer in pipe.components.items():
+        if not captions or not hasattr(tokenizer, "model_max_length"):
+            continue
+        limit = min(tokenizer.model_max_length, longest if isinstance(longest, int) else math.inf)
+        # Without its own warning about what is counted here.
+        ids = tokenizer([text for _, text in captions], truncation=False, verbose=False)["input_ids"]
+        counts = [(len(tokens), sample) for tokens, (sample, _) in zip(ids, captions, strict=True)]
+        if cut := [pair for pair in counts if pair[0] > limit]:
+            noun = "caption is" if len(cut) == 1 else "captions are"
+            most, sample = max(cut)
+            sentences.append(f"{len(cut)} {noun} cut by {name} at {limit} tokens (the longest has {most}: {sample})")
+    return sentences

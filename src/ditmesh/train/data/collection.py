@@ -17,10 +17,9 @@ from ...media.videos import frame_size
 from ...report.formatting import count, enumerated
 from ..settings import DataConfig
 from .attached import AttachedImages, Part
-from .captions import By, CaptionColumn, SampleWords
+from .captions import By, CaptionColumn, SampleWords, triggered
 from .files import files_in
 from .samples import SOME, Sample, Samples, is_nothing
-from .wording import triggered
 
 # Folders beside one that is called train, which are not trained on.
 OTHER_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")

@@ -25,13 +25,11 @@ from ..observed.family import ObservedFamily
 from ..staging import onto
 from ..uneven import Show, uneven_work
 from .cache import DamagedFile, SampleCache
-from .encoder import SampleEncoder, condition_name
-from .encoders import Encoders
-from .masks import stacked_masks
+from .captions import captions_of, chosen, long_captions
+from .encoder import Encoders, SampleEncoder, condition_name, stacked_masks
 from .order import DrawnSample, MicroBatch
 from .references import check_references
 from .samples import Sample
-from .wording import captions_of, chosen, long_captions
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,13 @@ A sample of a cache is encoded once, in all forms that it is trained in; without
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import ImageOps
 from PIL.Image import Image
 from torch import Tensor, nn
@@ -21,13 +24,50 @@ from ..observed.family import ObservedFamily
 from ..staging import onto
 from .attached import Part
 from .cache import VERSION
-from .masks import mask_of
+from .captions import captions_of, chosen
 from .references import HOLE, reference_image, source_image
 from .samples import Sample, crop_to_fill, pixels
-from .wording import captions_of, chosen
 
 # The placeholder for a dropped caption or label.
 NOTHING = {"text": "", "label": None}
+
+
+class Encoders:
+    """Text encoders and autoencoder, and of two transformers the one that is not trained; they are on the device."""
+
+    def __init__(self, pipe: Any, denoiser: str, device: torch.device) -> None:
+        self._modules = [m for name, m in pipe.components.items() if isinstance(m, nn.Module) and name != denoiser]
+        self._device = device
+        self._is_released = False
+        self._uses = 0
+
+    def release(self) -> None:
+        """Keep them in host memory from now on, except in `on_device`."""
+        self._is_released = True
+        self._move(torch.device("cpu"))
+
+    def restore(self) -> None:
+        """Keep them on the device again."""
+        if self._is_released:
+            self._move(self._device)
+        self._is_released = False
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have them on the device inside of the context, which may be entered again in itself."""
+        self._uses += 1
+        try:
+            if self._is_released and self._uses == 1:
+                self._move(self._device)
+            yield
+        finally:
+            self._uses -= 1
+            if self._is_released and not self._uses:
+                self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        for module in self._modules:
+            module.to(device)
 
 
 class SampleEncoder:
@@ -196,6 +236,38 @@ class SampleEncoder:
         if self.is_referenced(index):
             key.append(self._config.data.proportion_empty_prompts > 0)
         return key
+
+
+def mask_of(part: Part, size: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    """The weights of a sample's latents, (h, w) in float32 with a mean of one.
+
+    Args:
+        part: the mask's image: white is what counts.
+        size: (height, width) in pixels, to which it is cut as its image is.
+        shape: (h, w) of the latents.
+
+    Raises:
+        OSError: it is corrupt, or black throughout; names it.
+    """
+    levels = np.asarray(crop_to_fill(part.mask(), size))
+    values = torch.from_numpy(levels.copy()).float() / 255
+    weights = F.adaptive_avg_pool2d(values[None], shape)[0]
+    mean = weights.mean()
+    if not mean > 0:
+        raise OSError(
+            f"the mask {part.name} is black throughout what is trained of its image, so nothing counts; make it white "
+            "where the loss counts"
+        )
+    return weights / mean
+
+
+def stacked_masks(masks: Sequence[Tensor | None], latents: Tensor) -> Tensor | None:
+    """The masks of a batch in the form of its latents, (B, 1, [1,] h, w), on the CPU; None: no sample has one."""
+    if all(mask is None for mask in masks):
+        return None
+    shape = latents.shape[-2:]
+    every = torch.stack([torch.ones(shape) if mask is None else mask for mask in masks])
+    return every.view(len(masks), *[1] * (latents.dim() - 3), *shape)
 
 
 def condition_name(variant: int | None, flip: bool) -> str:

@@ -50,8 +50,7 @@ def files_in(
 def name_inside(folder: Path, name: str, place: str = "") -> str:
     """A name of a table or listing, relative to the data set's folder; its own place there is ``place``.
 
-    Raises:
-        InputError: it leads out of the folder: a stranger's data set could name any file of this machine.
+    Raises `InputError`: it leads out of the folder: a stranger's data set could name any file of this machine.
     """
     above = os.path.abspath(folder)
     path = os.path.relpath(name, above) if os.path.isabs(name) else os.path.normpath(os.path.join(place, name))

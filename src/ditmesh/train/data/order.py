@@ -24,8 +24,7 @@ from ..settings import SampleSettings
 def buckets_of(sizes: Sequence[tuple[int, int]], config: SampleSettings) -> list[tuple[int, int]]:
     """The bucket of every sample, (height, width) in pixels: the one of the nearest shape.
 
-    Raises:
-        ConfigError: ``aspect_ratio_buckets`` are no sizes.
+    Raises `ConfigError`: ``aspect_ratio_buckets`` are no sizes.
     """
     buckets = bucket_sizes(config)
     if len(buckets) == 1:
@@ -36,8 +35,7 @@ def buckets_of(sizes: Sequence[tuple[int, int]], config: SampleSettings) -> list
 def bucket_sizes(config: SampleSettings) -> list[tuple[int, int]]:
     """(height, width) of every bucket of a run, in pixels.
 
-    Raises:
-        ConfigError: ``aspect_ratio_buckets`` are no sizes.
+    Raises `ConfigError`: ``aspect_ratio_buckets`` are no sizes.
     """
     text = config.aspect_ratio_buckets
     if text is None:

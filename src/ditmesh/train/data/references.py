@@ -27,8 +27,7 @@ HOLE_SIDES = (0.25, 0.75)
 def check_references(pipe: Any, family: ObservedFamily, config: TrainConfig, samples: Sequence[Sample]) -> None:
     """Refuse reference images that the pipeline does not take, and a data set without those that it needs.
 
-    Raises:
-        ConfigError, InputError: one sentence.
+    Raises `ConfigError`, `InputError`: one sentence.
     """
     name = type(pipe).__name__
     given = [entry for entry in config.data.sets if entry.has_references]
@@ -51,8 +50,7 @@ def check_references(pipe: Any, family: ObservedFamily, config: TrainConfig, sam
 def reference_image(sample: Sample, size: tuple[int, int], flip: bool) -> Image.Image | None:
     """The reference image of a sample, cut to its bucket as its image is, and mirrored with it; None: it has none.
 
-    Raises:
-        OSError: it is corrupt; names it.
+    Raises `OSError`: it is corrupt; names it.
     """
     if sample.attached.reference is None:
         return None

@@ -1,4 +1,9 @@
-"""The data sets of a run as one list of samples: those of `TrainConfig.train_data`."""
+"""The data sets of a run as one list of samples: folders of images or videos, or tables of the ``datasets`` package.
+
+A folder follows Hugging Face's imagefolder: a listing (``metadata.jsonl`` or ``.csv``, in any folder below) with
+``file_name`` and a caption or label; or files of the same name beside each image. Only heads of files are read, and no
+image is decoded.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...core.digests import digest
+from ...errors import InputError
 from ..settings import DataConfig
 from .attached import SampleImages
 from .captions import By
-from .reading import read_samples
+from .collection import Collection
+from .folder import FolderReader
 from .samples import Samples
+from .tables import read_table, table_files
 
 # Settings of a data set that do not affect training, or are in the samples themselves.
 _ELSEWHERE = {"train_data_dir", "train_data", "mask_dir", "conditioning_dir"}
@@ -53,7 +61,23 @@ def all_samples(config: DataConfig, by: By, advance: Callable[[int], None] | Non
         advance_set = None if advance is None else lambda count, before=before: advance(before + count)
         samples = read_samples(own, by, advance_set)
         before += len(samples.good) + len(samples.corrupt)
-        sets.append(_marked(samples, name, number))
+        prefix = f"{name}/"
+        good = (
+            replace(
+                sample,
+                name=f"{prefix}{sample.name}",
+                part=sample.part.renamed(prefix),
+                source=number,
+                attached=SampleImages(
+                    sample.attached.mask and sample.attached.mask.renamed(prefix),
+                    sample.attached.reference and sample.attached.reference.renamed(prefix),
+                ),
+            )
+            for sample in samples.good
+        )
+        marked = replace(samples, good=tuple(good), corrupt=tuple(f"{prefix}{line}" for line in samples.corrupt))
+        marked = replace(marked, notes=tuple(f"{name}: {note}" for note in samples.notes))
+        sets.append(replace(marked, sources=tuple((f"{source} of {name}", n) for source, n in samples.sources)))
     return Samples(
         good=tuple(sample for of_set in sets for sample in of_set.good),
         corrupt=tuple(sentence for of_set in sets for sentence in of_set.corrupt),
@@ -71,25 +95,29 @@ def names_of(config: DataConfig) -> list[str]:
     return [f"{name}-{number}" if names.count(name) > 1 else name for name, number in zip(names, numbers, strict=True)]
 
 
-def _marked(samples: Samples, name: str, number: int) -> Samples:
-    """The samples of one data set of several, with its name before theirs."""
-    prefix = f"{name}/"
-    return replace(
-        samples,
-        good=tuple(
-            replace(
-                sample,
-                name=f"{prefix}{sample.name}",
-                part=sample.part.renamed(prefix),
-                source=number,
-                attached=SampleImages(
-                    sample.attached.mask and sample.attached.mask.renamed(prefix),
-                    sample.attached.reference and sample.attached.reference.renamed(prefix),
-                ),
-            )
-            for sample in samples.good
-        ),
-        corrupt=tuple(f"{prefix}{sentence}" for sentence in samples.corrupt),
-        notes=tuple(f"{name}: {note}" for note in samples.notes),
-        sources=tuple((f"{source} of {name}", count) for source, count in samples.sources),
-    )
+def read_samples(config: DataConfig, by: By, advance: Callable[[int], None] | None = None) -> Samples:
+    """Read the names, captions and sizes of a data set.
+
+    Args:
+        by: ``"text"`` or ``"label"``.
+        advance: called with the number of samples that have been looked at so far.
+
+    Raises:
+        InputError: there is no such folder, no image in it, a listing that cannot be read, or no column of the
+            configured name.
+    """
+    if not Path(config.train_data_dir).is_dir():
+        raise InputError(f"train_data_dir={config.train_data_dir!r} is no folder")
+    collection = Collection(config, by, advance)
+    files = collection.files()
+    if any(name.lower().endswith(".tar") for name in files):
+        raise InputError(
+            f"{config.train_data_dir!r} has tars, which are not read; unpack them, or make a table of them: "
+            "datasets.load_dataset('webdataset', data_files=[...])['train'].save_to_disk(FOLDER)"
+        )
+    tables = table_files(collection.folder, files)
+    if tables is not None:
+        read_table(collection, tables)
+    else:
+        FolderReader(collection, files).read()
+    return collection.samples()

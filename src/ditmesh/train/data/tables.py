@@ -38,8 +38,7 @@ def table_files(folder: Path, files: Sequence[str]) -> list[Path] | None:
 def read_table(collection: Collection, files: Sequence[Path]) -> None:
     """Read heads of images, captions and labels of a data set on disk.
 
-    Raises:
-        InputError: the package is not installed, the files cannot be read, or a column is not there.
+    Raises `InputError`: the package is not installed, the files cannot be read, or a column is not there.
     """
     config, wanted = collection.config, collection.wanted
     if config.num_frames is not None:

@@ -57,8 +57,7 @@ class TrainingData:
     def batch(self, micro: MicroBatch) -> Batch:
         """The samples of a micro-batch, encoded.
 
-        Raises:
-            InputError: a sample's caption or label cannot be encoded; names it.
+        Raises `InputError`: a sample's caption or label cannot be encoded; names it.
         """
         try:
             return self.encoded.batch(micro)
@@ -80,11 +79,7 @@ class TrainingData:
 
 
 def check_video_length(pipe: Any, family: ObservedFamily, config: TrainConfig) -> None:
-    """Reject a number of frames that the pipeline cannot have.
-
-    Raises:
-        ConfigError: names the setting.
-    """
+    """Reject a number of frames that the pipeline cannot have. Raises `ConfigError`: names the setting."""
     count, name = config.data.num_frames, type(pipe).__name__
     if family.videos and count is None:
         raise ConfigError(f"{name} makes videos; say of how many frames with num_frames")

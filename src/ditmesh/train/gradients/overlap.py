@@ -54,8 +54,7 @@ class Overlapped(nn.Module):
     def accumulating(self, is_last: bool) -> Iterator[None]:
         """Around the forward and backward of a micro-batch; gradients travel in the last one of a step.
 
-        Raises:
-            ConfigError: a weight got no gradient in the last one, so that torch averaged not all of them.
+        Raises `ConfigError`: a weight got no gradient in the last one, so that torch averaged not all of them.
         """
         if not is_last:
             with self._ddp.no_sync():

@@ -29,7 +29,13 @@ def reduce_gradients(model: nn.Module, mesh: Mesh, inputs: Iterable[Tensor] = ()
         inputs: other leaves with gradients to reduce: embeddings that the ranks of a data rank have in common.
     """
     if mesh.config.reproducible:
-        _reduce_in_order(model, mesh)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        ordered = OrderedGradients(parameters, weight_gradients(model), mesh)
+        ordered.take(mesh.data.rank, mesh.data.size)
+        ordered.reduce([{rank} for rank in range(mesh.data.size)])
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad /= mesh.data.size
         return
     group = mesh.gradient_group
     if group is None:
@@ -43,14 +49,3 @@ def reduce_gradients(model: nn.Module, mesh: Mesh, inputs: Iterable[Tensor] = ()
             flat /= size
             for gradient, mean in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
                 gradient.copy_(mean)
-
-
-def _reduce_in_order(model: nn.Module, mesh: Mesh) -> None:
-    data = mesh.data
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    ordered = OrderedGradients(parameters, weight_gradients(model), mesh)
-    ordered.take(data.rank, data.size)
-    ordered.reduce([{rank} for rank in range(data.size)])
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad /= data.size

@@ -38,8 +38,7 @@ COMFYUI_FILE = "comfyui.safetensors"
 def targets_of(model: nn.Module, lora: LoraConfig) -> list[str] | str:
     """The linear layers of a transformer with an adapter, as peft takes them: names, or a regular expression.
 
-    Raises:
-        ConfigError: it has no such layers; names those that there are.
+    Raises `ConfigError`: it has no such layers; names those that there are.
     """
     # torch's own attention reads the weights of its projections.
     heads = tuple(f"{name}." for name, one in model.named_modules() if isinstance(one, nn.MultiheadAttention))
@@ -104,11 +103,7 @@ def _without_block(name: str) -> str:
 
 
 def peft_config(lora: LoraConfig, targets: list[str] | str) -> Any:
-    """The adapters as peft has them.
-
-    Raises:
-        InputError: peft is not installed.
-    """
+    """The adapters as peft has them. Raises `InputError`: peft is not installed."""
     try:
         from peft import LoraConfig as PeftConfig
     except ImportError:
@@ -128,11 +123,7 @@ def peft_config(lora: LoraConfig, targets: list[str] | str) -> Any:
 
 
 def check_modules(kind: type[Any], config: TrainConfig) -> None:
-    """Reject adapters that cannot be loaded again.
-
-    Raises:
-        ConfigError: naming the module.
-    """
+    """Reject adapters that cannot be loaded again. Raises `ConfigError`: naming the module."""
     if others := [name for name in config.model.train_modules if name != config.denoiser]:
         raise ConfigError(f"train_modules: lora adapts the transformer alone; leave {others[0]} out")
     if config.denoiser == SECOND and SECOND not in (getattr(kind, "_lora_loadable_modules", None) or ()):

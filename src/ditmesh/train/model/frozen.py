@@ -101,11 +101,7 @@ def _of_torchao(tensor: Tensor) -> tuple[dict[str, Tensor], Restore]:
 
 
 def check_precision(precision: str | None, setting: str = "base_precision") -> None:
-    """Reject a precision without the package for it.
-
-    Raises:
-        InputError: with the command that installs it.
-    """
+    """Reject a precision without the package for it. Raises `InputError`: with the command that installs it."""
     from importlib.util import find_spec
 
     package = QUANTISATION_PACKAGES.get(precision or "")

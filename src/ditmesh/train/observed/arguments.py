@@ -30,7 +30,7 @@ def merged(calls: Sequence[Any], one: Any, two: Any, path: str = "") -> Any:
             key: merged([call[key] for call in calls], one[key], two[key], f"{path}.{key}".strip(".")) for key in one
         }
     elif isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
-        result = _merged_lists(calls, one, two, path)
+        result = _merged_items(calls, one, two, path)
     elif one is None and two is None:
         return None
     elif not isinstance(one, (Tensor, Mapping, list, tuple)) and are_equal(one, two):
@@ -38,6 +38,13 @@ def merged(calls: Sequence[Any], one: Any, two: Any, path: str = "") -> Any:
     if result is None:
         raise ConfigError(f"{path} of the transformer has another form for two images than for one")
     return result
+
+
+def _merged_items(calls: Sequence[Any], single: Any, pair: Any, path: str) -> Any:
+    if len(single) == len(pair):
+        every = enumerate(zip(single, pair, strict=True))
+        return type(single)([merged([call[at] for call in calls], *both, f"{path}.{at}") for at, both in every])
+    return type(single)([item for call in calls for item in call]) if len(pair) == 2 * len(single) else None
 
 
 def _merged_tensors(calls: Sequence[Tensor], single: Tensor, pair: Tensor) -> Tensor | None:
@@ -52,8 +59,7 @@ def _merged_tensors(calls: Sequence[Tensor], single: Tensor, pair: Tensor) -> Te
 def row_dim(value: Tensor, one: Tensor, count: int) -> int | None:
     """The dimension in which an argument has something for each of several samples; None: it is the same for all.
 
-    Raises:
-        ConfigError: it is neither.
+    Raises `ConfigError`: it is neither.
     """
     if value.shape == one.shape:
         return None
@@ -61,16 +67,6 @@ def row_dim(value: Tensor, one: Tensor, count: int) -> int | None:
     if len(apart) != 1 or value.shape[apart[0]] != count * one.shape[apart[0]]:
         raise ConfigError("captions of the transformer have another form together than alone")
     return apart[0]
-
-
-def _merged_lists(calls: Sequence[Sequence[Any]], single: Sequence[Any], pair: Sequence[Any], path: str) -> Any:
-    kind: Any = type(single)
-    if len(single) == len(pair):
-        every = enumerate(zip(single, pair, strict=True))
-        return kind([merged([call[at] for call in calls], *both, f"{path}.{at}") for at, both in every])
-    if len(pair) == 2 * len(single):
-        return kind([item for call in calls for item in call])
-    return None
 
 
 def differing_paths(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -62,8 +62,7 @@ def base_pipeline(pipe: Any) -> Any | None:
 def check_alike(kind: type, own: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Refuse a pipeline that calls the transformer in another form than the one that stands in for it.
 
-    Raises:
-        ConfigError: names the argument.
+    Raises `ConfigError`: names the argument.
     """
     tensors, base_tensors = dict(tensors_in(own)), dict(tensors_in(base))
     for path in base_tensors:

@@ -33,8 +33,7 @@ MOST_OFF_FIRST = {torch.float32: 1e-4, torch.float64: 1e-4}
 def check_observable(kind: type) -> None:
     """Refuse a pipeline that cannot be trained, by its class.
 
-    Raises:
-        ConfigError: it takes no prompt and no class label.
+    Raises `ConfigError`: it takes no prompt and no class label.
     """
     parameters = inspect.signature(kind.__call__).parameters
     if "prompt" not in parameters and LABEL_ARGUMENT not in parameters:
@@ -119,8 +118,7 @@ class ObservedFamily:
     def check_size(self, pipe: Any, size: tuple[int, int]) -> None:
         """Observe the pipeline at a size of training, and try the derived recipe.
 
-        Raises:
-            ConfigError: one sentence that names the part that cannot be derived, or that the recipe is wrong.
+        Raises `ConfigError`: one sentence that names the part that cannot be derived, or that the recipe is wrong.
         """
         text = f"{self.name} at {size[0]} x {size[1]} pixels"
         errors: list[ConfigError] = []

@@ -122,8 +122,7 @@ class Recipe:
 def derive_recipe(watcher: PipelineWatcher, request: Mapping[str, Any]) -> Recipe:
     """Read a recipe off a pipeline's own loop, without guidance; not tried yet, see `round_trip`.
 
-    Raises:
-        ConfigError: one sentence that says what of the pipeline is of no known form.
+    Raises `ConfigError`: one sentence that says what of the pipeline is of no known form.
     """
     watcher.forget()
     watcher.fixed.clear()

@@ -217,10 +217,24 @@ class _Run:
             vars(scheduler)["__deepcopy__"] = self._copied
             undo.callback(vars(scheduler).pop, "__deepcopy__")
         decoder = next((getattr(self._pipe, name) for name in DECODERS if getattr(self._pipe, name, None)), None)
+
+        def decode(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+            # An autoencoder of images decodes a video frame by frame.
+            frames = latents.dim() == 4 and len(latents) > 1
+            self.seen.decoded = (latents.transpose(0, 1)[None] if frames else latents).detach().clone()
+            raise _Stop
+
+        def encode(*args: Any, **kwargs: Any) -> Any:
+            results, given = self._watcher.prompts, values_in({"args": args, "kwargs": kwargs})
+            key = repr([(path, tensor_digest(one) if isinstance(one, Tensor) else one) for path, one in given])
+            if key not in results:
+                results[key] = prompts.original(*args, **kwargs)
+            return results[key]
+
         if decoder is not None:
-            undo.callback(Patch(decoder, "decode", self._decode).undo)
+            undo.callback(Patch(decoder, "decode", decode).undo)
         if callable(getattr(self._pipe, "encode_prompt", None)):
-            prompts = Patch(self._pipe, "encode_prompt", lambda *a, **k: self._encoded(prompts.original, *a, **k))
+            prompts = Patch(self._pipe, "encode_prompt", encode)
             undo.callback(prompts.undo)
 
     def _forward(self, is_second: bool, *args: Any, **kwargs: Any) -> Any:
@@ -297,19 +311,6 @@ class _Run:
         result = original(*args, **kwargs)
         chosen = None if self._samples is None else self._samples(len(steps) - 1)
         return result if chosen is None else _stepped(result, chosen[part])
-
-    def _decode(self, latents: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # An autoencoder of images decodes a video frame by frame.
-        frames = latents.dim() == 4 and len(latents) > 1
-        self.seen.decoded = (latents.transpose(0, 1)[None] if frames else latents).detach().clone()
-        raise _Stop
-
-    def _encoded(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        prompts, given = self._watcher.prompts, values_in({"args": args, "kwargs": kwargs})
-        key = repr([(path, tensor_digest(value) if isinstance(value, Tensor) else value) for path, value in given])
-        if key not in prompts:
-            prompts[key] = original(*args, **kwargs)
-        return prompts[key]
 
 
 def tensors_in(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

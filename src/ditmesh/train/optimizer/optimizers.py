@@ -102,8 +102,7 @@ def make_optimizer(trained: nn.Module, config: TrainConfig) -> torch.optim.Optim
 def check_optimizer(config: TrainConfig) -> None:
     """Reject an optimizer that does not fit the run's other settings.
 
-    Raises:
-        ConfigError: names the setting, its value and the way out.
+    Raises `ConfigError`: names the setting, its value and the way out.
     """
     name, wanted, settings = optimizer_name(config), config.optimizer.name, config.optimizer
     if settings.args.keys() & {"lr", "params"}:

@@ -1,1 +1,0 @@
-"""Logs of a run: a CSV file, trackers."""
