@@ -12,9 +12,10 @@ import pytest
 from safetensors.torch import load_file
 
 import ditmesh
-from ditmesh.core.files import lock_of, written_atomically
+from ditmesh.core.files import lock_of
 from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoints.checkpoint import Checkpoints
+from ditmesh.train.checkpoints.export import written_atomically
 from ditmesh.train.checkpoints.folder import (
     AT_ONCE,
     NO_MATTER,
