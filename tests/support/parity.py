@@ -10,7 +10,6 @@ import torch
 import ditmesh
 from ditmesh.core.intercept import sdpa
 from ditmesh.layout.conventions import Size
-from ditmesh.strategies import token_mixers as leaves
 from ditmesh.strategies.sequence import SequenceParallel
 from support.models import inputs, relative_error, run, sizes, tiny
 
@@ -46,7 +45,7 @@ def without_exchange(name: str, config: dict[str, Any], size: Size) -> float:
     """Error of `parity` when no rank sees another's keys."""
     with (
         mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", NoExchange),
-        mock.patch("ditmesh.strategies.gathered.GatheredSequence.kind", NoExchange),
+        mock.patch("ditmesh.strategies.sequence.GatheredSequence.kind", NoExchange),
     ):
         return parity(name, config, size)["error"]
 
@@ -61,9 +60,3 @@ def parity_of_all_sizes(
             result = parity(name, {**config, "text": text}, size)
             found.append((label, text, result["error"], result["repeats"]))
     return found
-
-
-def without_leaf(name: str, config: dict[str, Any], size: Size, rule: str) -> float:
-    """Error of `parity` when the modules of one leaf rule see this rank's tokens only."""
-    with mock.patch.dict(leaves.MIXER_RULES, {rule: lambda *_: lambda: None}):
-        return parity(name, config, size)["error"]

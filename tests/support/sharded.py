@@ -228,23 +228,6 @@ def encoded(how: str, config: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     return found
 
 
-def encoded_alone(how: str, timeout: float) -> str:
-    """The error of a rank where rank 0 encodes a prompt by itself, and rank 1 calls the pipeline."""
-    pipe, _ = with_encoders(how)
-    ditmesh.parallelize(pipe, {"ulysses": 2, "text_encoder": how}, timeout=timeout)
-    try:
-        if dist.get_rank() == 0:
-            pipe.encode_prompt("a red apple", None, None)
-        else:
-            of_words(pipe, "a red apple")
-    except ditmesh.PeerError as error:
-        return str(error)
-    finally:
-        with suppress(ditmesh.PeerError):
-            ditmesh.restore(pipe)
-    return "nothing"
-
-
 def not_of_its_files(later: bool) -> str:
     """What is said of an encoder whose weights are changed before it is parallelised, or after."""
     pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"))

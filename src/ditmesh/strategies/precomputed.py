@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,12 +45,9 @@ Row = dict[str, list[Any]]
 
 @dataclass
 class _Batch:
-    """Calls whose values were computed together.
+    """Calls of one form whose values were computed together.
 
-    Attributes:
-        form: of the calls.
-        compares: how many of them are still to be compared with the modules themselves: the first, and the first that
-            was replayed.
+    ``compares``: how many are still to be compared with the modules themselves: the first, and the first replayed one.
     """
 
     form: CallForm
@@ -76,10 +74,6 @@ class _Foreseen:
 
 class PrecomputedModel:
     """The precomputed values of one transformer.
-
-    Args:
-        model: with its layout.
-        context: of the request.
 
     Attributes:
         modules: paths of those whose values the latest calls took from a row.
@@ -237,8 +231,7 @@ class PrecomputedModel:
     ) -> list[_Foreseen]:
         """The values of a call, and of those that differ from it in nothing but a later timestep.
 
-        Raises:
-            LayoutError: a value of the image is needed to tell what runs.
+        `LayoutError`: a value of the image is needed to tell what runs.
         """
         self._bring_all()
         given = arguments.copy()
@@ -246,7 +239,7 @@ class PrecomputedModel:
             if self._is_image(arguments, path, value):
                 given.set(path, unknown_like(value))
         run = PartialRun([value.value for value in timestep.values()])
-        watch = _watched(self._model, run, self._parallel.find(TensorParallel), given.args, given.kwargs)
+        watch = _Watch(self._model, run, self._parallel.find(TensorParallel), given.args, given.kwargs)
         later = [] if run.tape.obstacle else self._later(timestep)
         row = {path: calls for path, calls in watch.outputs(1 + len(later)).items() if path not in self._excluded}
         placed = run.tape.placed(row)
@@ -385,15 +378,14 @@ def _scaled(schedule: Tensor, scheduler: Any, like: Tensor) -> Iterable[Tensor]:
 
 
 class _Watch:
-    """Notes what every module of a model returns in a partial run, and where its weights are read.
+    """What every module of a model returns in a partial run of a call, and where its weights are read.
 
-    Args:
-        model: without hooks.
-        run: the partial run.
-        slices: of its weights, if a rank holds slices.
+    ``slices`` of the model's weights, if a rank holds slices.
     """
 
-    def __init__(self, model: nn.Module, run: PartialRun, slices: TensorParallel | None) -> None:
+    def __init__(
+        self, model: nn.Module, run: PartialRun, slices: TensorParallel | None, args: Any, kwargs: Any
+    ) -> None:
         self._model, self._run = model, run
         # Of weights by the mean of the ranks, so that all ranks decide alike.
         self._whole, self._ranks = ({}, 1) if slices is None else (slices.whole_shapes(), slices.link.size)
@@ -402,27 +394,23 @@ class _Watch:
         self._inside: list[str] = []
         # Parameters that are read while none of their modules runs.
         self._loose: set[int] = set()
-        self._undo = ExitStack()
-
-    def __enter__(self) -> _Watch:
-        self._run.listener = self._read
-        for path, module in self._model.named_modules():
-            if path:
-                self._undo.callback(
-                    module.register_forward_pre_hook(lambda *_, at=path: self._inside.append(at)).remove
-                )
-                self._undo.callback(
-                    module.register_forward_hook(lambda *call, at=path: self._left(at, call[-1])).remove
-                )
         self._owners: dict[int, list[str]] = {}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
             self._owners.setdefault(id(parameter), []).append(name)
-        return self
+        run.listener = self._read
+        with torch.no_grad(), without_hooks(model), ExitStack() as undo:
+            for path, module in model.named_modules():
+                if path:
+                    enter, leave = partial(self._entered, path), partial(self._left, path)
+                    undo.callback(module.register_forward_pre_hook(enter).remove)
+                    undo.callback(module.register_forward_hook(leave).remove)
+            with run:
+                model(*fresh(args), **fresh(kwargs))
 
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
+    def _entered(self, path: str, *_: Any) -> None:
+        self._inside.append(path)
 
-    def _left(self, path: str, output: Any) -> None:
+    def _left(self, path: str, _: nn.Module, __: Any, output: Any) -> None:
         self._inside.pop()
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if not tensors or any(map(self._run.is_unknown, tensors)):
@@ -436,11 +424,7 @@ class _Watch:
                 self._loose.add(id(tensor))
 
     def outputs(self, times: int) -> Row:
-        """What the outermost modules return that see nothing of the image, where their weights are larger than that.
-
-        Args:
-            times: the number of timesteps for which values are kept.
-        """
+        """What the outermost modules return that see nothing of the image, where their weights are larger than that."""
         row: Row = {}
         for path, calls in self._returned.items():
             outer = any(path.startswith(f"{other}.") for other in row)
@@ -476,40 +460,25 @@ class _Watch:
         )
 
 
-def _watched(model: nn.Module, run: PartialRun, slices: TensorParallel | None, args: Any, kwargs: Any) -> _Watch:
-    """A partial run of a model, as `_Watch` has seen it."""
-    with torch.no_grad(), without_hooks(model), _Watch(model, run, slices) as watch, run:
-        model(*fresh(args), **fresh(kwargs))
-    return watch
-
-
 def bytes_ahead(
     model: nn.Module, inputs: Mapping[str, Any], times: Sequence[Tensor], steps: int
 ) -> tuple[float, float]:
     """Bytes of the weights of modules whose values could be computed ahead, and of these values for all steps.
 
-    By a run without the values of the image.
-
     Args:
         model: whole, maybe itself without values.
         inputs: of a call, by name; the first argument of the model is the image.
         times: those of the inputs that are other ones in every step.
-        steps: how many.
 
     Raises:
         LayoutError: a value of the image is needed to tell what runs.
     """
     image = parameter_names(type(model).forward)[0]
-    given = {name: _without_values(value) if name == image else value for name, value in inputs.items()}
-    run = PartialRun(times)
-    watch = _watched(model, run, None, (), given)
+    given = {**inputs, image: tree_map(lambda v: unknown_like(v) if isinstance(v, Tensor) else v, inputs[image])}
+    watch = _Watch(model, PartialRun(times), None, (), given)
     row = watch.outputs(steps)
     weights = {id(each): each.nbytes for path in row for each in model.get_submodule(path).parameters()}
     return float(sum(weights.values())), float(watch.value_bytes(row, steps))
-
-
-def _without_values(tree: Any) -> Any:
-    return tree_map(lambda leaf: unknown_like(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 class Precomputed(Strategy):
