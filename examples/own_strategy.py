@@ -17,7 +17,6 @@ from ditmesh.launch import init_from_environment
 from ditmesh.layout import TokenLayout
 from ditmesh.recipe import RECIPE
 from ditmesh.strategies.base import ParallelModel
-from ditmesh.strategies.hooks import Handler
 from ditmesh.strategies.sequence import ExactSequence, SequenceParallel
 from ditmesh.strategies.tokens import TokenStrategy
 
@@ -56,7 +55,7 @@ class Gathered(TokenStrategy):
         if config.ulysses > 1:
             raise ConfigError(f"gathered=True runs on the ring axis; use ring={config.sequence}")
 
-    def handler(self, model: ParallelModel) -> Handler:
+    def handler(self, model: ParallelModel) -> SequenceParallel:
         return GatheredKeys(self.context.config, self.context.mesh)
 
 

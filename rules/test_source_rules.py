@@ -19,7 +19,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     # Only what is pinned is copied behind the host's back, and who reads it has to wait.
     "a copy that is not waited for": {
         "train/staging.py": "to a device, from pinned memory that torch keeps until the copy is done",
-        "strategies/text_encoders.py": "two pinned pieces; the host waits before it writes to one again",
     },
     # torch pickles objects through the device where the group has NCCL alone, and the host waits.
     "objects over a process group": {

@@ -57,39 +57,24 @@ def _check_speeds(config: ParallelConfig) -> None:
     if isinstance(config.speeds, tuple):
         if any(not isfinite(speed) or speed <= 0 for speed in config.speeds):
             raise ConfigError(f"speeds={list(config.speeds)}: every speed must be above 0; leave a slow rank out")
-        if config.pipe > 1 and len(config.speeds) != config.pipe:
-            raise ConfigError(
-                f"speeds={list(config.speeds)} are {len(config.speeds)}, but with pipe={config.pipe} they are those "
-                f"of the {config.pipe} stages; give one speed for each (sequence ranks of a stage share evenly)"
-            )
-        if config.pipe == 1 and len(config.speeds) != config.sequence:
+        if not config.stages_or_patches and len(config.speeds) != config.sequence:
             raise ConfigError(
                 f"speeds={list(config.speeds)} are {len(config.speeds)}, but ring={config.ring} x "
                 f"ulysses={config.ulysses} is {config.sequence} sequence ranks; give one speed for each"
             )
-    if config.speeds == "auto" and config.pipe > 1:
+    if config.speeds is not None and config.stages_or_patches:
         raise ConfigError(
-            f"speeds='auto' moves tokens between sequence ranks, and with pipe={config.pipe} speeds are those of the "
-            "stages; give numbers, such as 2,1, or the blocks of every stage (stages)"
-        )
-    if config.speeds is not None and config.pipe == 1 and config.stages_or_patches:
-        raise ConfigError(
-            f"speeds={config.speeds!r} have nothing to share out with patches={config.patches} and one stage: a "
-            "patch is cut evenly over its sequence ranks; use pipe=2 or more, or leave speeds out"
+            f"speeds={config.speeds!r} share out tokens, and a patch is cut evenly over the sequence ranks of its "
+            "stage; with pipe give the number of blocks of every stage (stages), or leave speeds out"
         )
 
 
 def _check_stages(config: ParallelConfig) -> None:
-    if isinstance(config.stages, tuple):
-        if len(config.stages) != config.pipe or min(config.stages) < 1:
-            raise ConfigError(
-                f"stages={list(config.stages)} are not the blocks of pipe={config.pipe} stages; give one number from 1 "
-                "up for each, or leave stages out"
-            )
-        if config.speeds is not None:
-            raise ConfigError(
-                f"stages={list(config.stages)} leave speeds={config.speeds!r} nothing to decide; leave one out"
-            )
+    if isinstance(config.stages, tuple) and (len(config.stages) != config.pipe or min(config.stages) < 1):
+        raise ConfigError(
+            f"stages={list(config.stages)} are not the blocks of pipe={config.pipe} stages; give one number from 1 up "
+            "for each, or leave stages out"
+        )
 
 
 def _check_stale(config: ParallelConfig) -> None:

@@ -17,7 +17,7 @@ from .combinations import check_combinations
 from .errors import ConfigError, did_you_mean, nearest_problem, problem_text, reason_of
 
 TextPolicy = Literal["auto", "shard", "replicate"]
-InputPolicy = Literal["broadcast", "per-data-rank", "strict", "trust"]
+InputPolicy = Literal["broadcast", "per-data-rank", "trust"]
 Exchange = Literal["exact", "gather", "displaced", "naive"]
 Compression = Literal["fp16", "bf16", "int8", "int4"]
 Prediction = Literal["linear", "none"]
@@ -113,8 +113,8 @@ class ParallelConfig(BaseModel):
         text: of a text stream that the blocks update. ``"replicate"`` keeps it whole on every rank, ``"auto"`` shards
             it if each rank gets at least four tokens; text with fewer tokens than ranks is always replicated.
         inputs: ``"broadcast"`` uses rank 0's inputs on all ranks, ``"per-data-rank"`` those of the first rank of every
-            data group, ``"strict"`` raises an error for inputs that differ. These also refuse pipelines that differ
-            (weights, adapters, scheduler, settings); ``"trust"`` checks nothing. See docs/inputs.md.
+            data group. Both refuse pipelines that differ (weights, adapters, scheduler, settings); ``"trust"`` checks
+            nothing. See docs/inputs.md.
         exchange: ``"exact"``: keys go round the ring while attention is computed. ``"gather"``: all are gathered
             before, so that any kernel can compute it. ``"displaced"``: those of the previous step, sent while the step
             runs (DistriFusion, Li et al. 2024, arXiv:2402.19481). ``"naive"``: none, a lossy baseline. The last two run
@@ -123,7 +123,7 @@ class ParallelConfig(BaseModel):
             ``pipe=4, patches=4``.
         warmup, compress, predict: see docs/staleness.md.
         stages: ``"estimated"``: by the weights that image tokens pass through. The result stays the same.
-        speeds: of sequence ranks, whose tokens they share out; with ``pipe`` of the stages. ``"auto"`` measures them
+        speeds: of sequence ranks, whose tokens they share out; not with ``pipe``. ``"auto"`` measures them
             while the first steps run. The result stays the same.
         reproducible: the same bits as of one device with the same setting (with PipeFusion the same patches):
             token-local work runs tile by tile, attention per head and tile in one order, rows of the batch one by one.
@@ -222,7 +222,7 @@ class ParallelConfig(BaseModel):
     ] = None
     speeds: Annotated[
         tuple[float, ...] | Literal["auto"] | None,
-        Setting("Give the relative speeds of sequence ranks, or of stages: faster ones get more.", form="2,1|auto"),
+        Setting("Give the relative speeds of sequence ranks: faster ones get more tokens.", form="2,1|auto"),
     ] = None
     reproducible: Annotated[
         bool, Setting("Generate the same bits on any number of devices; this is slower.", decides=True, option=True)

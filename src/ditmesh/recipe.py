@@ -21,7 +21,7 @@ from .strategies.inputs import QuietRanks, SameInputs
 from .strategies.pipefusion.stages import PipelineStages
 from .strategies.rows import BatchRows, DecodedRows
 from .strategies.same_latents import SameLatents
-from .strategies.sequence import ExactSequence
+from .strategies.sequence import ExactSequence, GatheredSequence
 from .strategies.sharded import ShardedModels
 from .strategies.tensor.parallel import TensorSlices
 from .strategies.text_encoders import TextEncoders
@@ -30,10 +30,9 @@ from .strategies.tokens import KnownForms
 # Strategies that not every configuration asks for, with what of it they need at least.
 PRECOMPUTED = LaterStrategy("precomputed:Precomputed", lambda config: config.precompute)
 STALE_STEPS = LaterStrategy("stale.warmup:StaleSteps", lambda config: config.stale_exchange or config.stages_or_patches)
-GATHERED = LaterStrategy("gathered:GatheredSequence", lambda config: config.exchange == "gather")
 REPRODUCIBLE = LaterStrategy("reproducible:ReproducibleSequence", lambda config: config.reproducible)
 DISPLACED = LaterStrategy("stale.displaced:Displaced", lambda config: config.exchange == "displaced")
-NAIVE = LaterStrategy("stale.naive:Naive", lambda config: config.exchange == "naive")
+NAIVE = LaterStrategy("stale.displaced:Naive", lambda config: config.exchange == "naive")
 PATCH_TOKENS = LaterStrategy("pipefusion.patches:PatchTokens", lambda config: config.stages_or_patches)
 PIPEFUSION_CALLS = LaterStrategy("pipefusion.pipeline:PipeFusionCalls", lambda config: config.stages_or_patches)
 BANDED_VAE = LaterStrategy("vae.parallel:BandedVae", lambda config: config.world_size > 1 and config.vae != "whole")
@@ -47,7 +46,7 @@ RECIPE: Recipe = (
     CompiledBlocks,  # under the hooks: cutting and gathering depend on ranks and requests and are not to be traced
     STALE_STEPS,  # which steps are exact is known before a token strategy asks
     ExactSequence,  # exactly one of six: which tokens a rank has, and how attention sees those of the others
-    GATHERED,  # in the place of ExactSequence
+    GatheredSequence,  # in the place of ExactSequence
     REPRODUCIBLE,  # in the place of ExactSequence
     DISPLACED,  # in the place of ExactSequence
     NAIVE,  # in the place of ExactSequence

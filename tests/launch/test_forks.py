@@ -15,7 +15,7 @@ from ditmesh.core.library import is_published, library_class, library_name
 from ditmesh.layout import layout_of
 from ditmesh.recipe import RECIPE
 from ditmesh.strategies import support
-from ditmesh.strategies.vae.tested import TESTED
+from ditmesh.strategies.vae.parallel import TESTED
 from support.models import relative_error, tiny
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from ditmesh.core.values import seen
 from ditmesh.strategies.rows import BatchParallel
 from support.lora import adapter, load
 from support.models import RAGGED, inputs, relative_error, tiny
-from support.pipelines import MAKERS, arguments, draw, embeddings
+from support.pipelines import MAKERS, arguments, draw
 from support.sample import sampled
 
 TOLERANCE = 1e-4  # after four steps; float32
@@ -62,10 +61,10 @@ def test_each_picture_belongs_to_its_prompt(ranks, name, given):
         assert other > 100 * TOLERANCE
 
 
-def forwards(name: str, config: dict[str, Any], prompts: list[int], steps: int, **more: Any) -> tuple[int, float]:
+def forwards(name: str, config: dict[str, Any], prompts: list[int], steps: int) -> tuple[int, float]:
     """How often this rank ran the transformer's blocks, and the error of the latents."""
     pipe = MAKERS[name]()
-    truth = draw(pipe, arguments(name, prompts, steps=steps, **more))
+    truth = draw(pipe, arguments(name, prompts, steps=steps))
     count = 0
 
     def counted(*_: Any) -> None:
@@ -75,22 +74,17 @@ def forwards(name: str, config: dict[str, Any], prompts: list[int], steps: int, 
     handle = pipe.transformer.transformer_blocks[0].register_forward_pre_hook(counted)
     try:
         with ditmesh.parallelized(pipe, config):
-            value = draw(pipe, arguments(name, prompts, steps=steps, **more))
+            value = draw(pipe, arguments(name, prompts, steps=steps))
     finally:
         handle.remove()
     return count, relative_error(value, truth)
 
 
-def test_sequential_guidance_runs_one_branch_per_rank(ranks):
-    """Two branches, six steps: the first step learns what the branches are, the others run one each."""
-    for count, error in ranks(2).run(forwards, "flux", {"cfg": 2}, [1], 6):
-        assert count == 7
-        assert error < TOLERANCE
-
-
-def test_batched_guidance_is_one_call_of_half_the_rows(ranks):
-    for count, error in ranks(2).run(forwards, "sd3", {"cfg": 2}, [1], 6):
-        assert count == 6
+@pytest.mark.parametrize(("name", "runs"), [("flux", 7), ("sd3", 6)])
+def test_guidance_runs_one_branch_per_rank(ranks, name, runs):
+    """Two branches, six steps. Of branches in calls of their own the first step learns; in one call a rank has half."""
+    for count, error in ranks(2).run(forwards, name, {"cfg": 2}, [1], 6):
+        assert count == runs
         assert error < TOLERANCE
 
 
@@ -226,55 +220,3 @@ def test_text_with_fewer_rows_than_images_is_refused(ranks, config):
     for alone, refused in ranks(2).run(fewer_rows, config):
         assert "size of tensor" in alone
         assert "called with 4 rows of hidden_states and 2 of encoder_hidden_states" in refused
-
-
-# --- the same inputs on every rank -------------------------------------------------------------------------------
-
-
-def disagreeing(rank_of: str, policy: str) -> Any:
-    """Every rank asks for something else in one respect; returns the error of the result against rank 0's call."""
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    pipe = MAKERS["sd3"]()
-    made = arguments("sd3", [1, 2])
-    truth = draw(pipe, made)
-    made = arguments("sd3", [1, 2])
-    if rank == 1:
-        if rank_of == "prompt":
-            made["prompt_embeds"] = embeddings([1, 7])[0]
-        elif rank_of == "seed":
-            made["generator"] = [torch.Generator().manual_seed(50), torch.Generator().manual_seed(51)]
-        elif rank_of == "steps":
-            made["num_inference_steps"] = 3
-        elif rank_of == "scheduler":
-            pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0)
-        elif rank_of == "weights":
-            pipe.transformer = type(pipe.transformer)(**dict(pipe.transformer.config)).eval()
-    try:
-        with ditmesh.parallelized(pipe, {"ulysses": 2, "inputs": policy}):
-            return relative_error(draw(pipe, made), truth)
-    except ditmesh.InputError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("what", ["prompt", "seed", "steps"])
-def test_rank_0_decides(ranks, what):
-    for error in ranks(2).run(disagreeing, what, "broadcast"):
-        assert error < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("what", "field"),
-    [("prompt", "argument prompt_embeds"), ("seed", "argument generator"), ("steps", "argument num_inference_steps")],
-)
-def test_strict_inputs_are_refused_by_name(ranks, what, field):
-    for message in ranks(2).run(disagreeing, what, "strict"):
-        assert f"{field} (rank 1 differs from rank 0)" in message
-
-
-@pytest.mark.parametrize("policy", ["broadcast", "strict"])
-@pytest.mark.parametrize("what", ["scheduler", "weights"])
-def test_different_pipelines_are_refused(ranks, what, policy):
-    for message in ranks(2).run(disagreeing, what, policy):
-        assert f"the ranks disagree on {what} (rank 1 differs from rank 0)" in message

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from diffusers import (
-    FasterCacheConfig,
-    FirstBlockCacheConfig,
-    PyramidAttentionBroadcastConfig,
-    TaylorSeerCacheConfig,
-)
+from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
 
 import ditmesh
 from support.models import relative_error
 from support.pipelines import MAKERS, arguments, draw
+from support.sample import sampled
 
 CACHES = {
     "first block": lambda: FirstBlockCacheConfig(threshold=0.72),
@@ -24,7 +20,7 @@ CACHES = {
 
 def cached(
     cache: str, config: dict[str, Any], enable_first: bool, guidance: float = 1.0
-) -> tuple[float, list[int], list[int], float]:
+) -> tuple[float, int, int, float]:
     """Error against one device with the same cache; blocks computed per rank and on one device; effect of the cache."""
     pipe = MAKERS["flux"]()
     transformer = pipe.transformer
@@ -50,12 +46,14 @@ def cached(
         handle.remove()
         if transformer.is_cache_enabled:
             transformer.disable_cache()
-    return relative_error(value, truth), [alone], [len(computed)], relative_error(truth, exact)
+    return relative_error(value, truth), alone, len(computed), relative_error(truth, exact)
 
 
-@pytest.mark.parametrize("enable_first", [True, False], ids=["cache first", "parallel first"])
-@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    ("config", "enable_first", "cache"),
+    sampled([{"ulysses": 2}, {"ring": 2}], [True, False], CACHES, of=2),
+    ids=str,
+)
 def test_caches(ranks, cache, config, enable_first):
     for error, alone, together, effect in ranks(2).run(cached, cache, config, enable_first):
         assert error < 1e-4
@@ -72,37 +70,17 @@ def test_every_branch_of_guidance_has_a_cache_of_its_own(ranks, cache):
         assert effect > 1e-3
 
 
-# What else diffusers has, with settings that skip something in few steps.
-OTHERS = {
-    **CACHES,
-    "pab": lambda pipe: PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=2,
-        spatial_attention_timestep_skip_range=(-1, 1001),
-        current_timestep_callback=lambda: pipe._current_timestep,
-    ),
-    "faster": lambda pipe: FasterCacheConfig(
-        spatial_attention_block_skip_range=2,
-        spatial_attention_timestep_skip_range=(-1, 1001),
-        current_timestep_callback=lambda: pipe._current_timestep,
-        is_guidance_distilled=True,
-        attention_weight_callback=lambda _: 0.5,
-    ),
-}
-
-
-def said(cache: str, config: dict[str, Any], enable_first: bool) -> str:
+def said(config: dict[str, Any], enable_first: bool) -> str:
     """The sentence that refuses a cache; or how far off its picture is."""
     pipe = MAKERS["flux"]()
-    make = OTHERS[cache]
-    settings = make(pipe) if cache not in CACHES else make()
     made = arguments("flux", [1], steps=4, true_cfg_scale=1.0)
     exact = draw(pipe, made)
     try:
         if enable_first:
-            pipe.transformer.enable_cache(settings)
+            pipe.transformer.enable_cache(CACHES["first block"]())
         with ditmesh.parallelized(pipe, config):
             if not enable_first:
-                pipe.transformer.enable_cache(settings)
+                pipe.transformer.enable_cache(CACHES["first block"]())
             try:
                 return f"off by {relative_error(draw(pipe, made), exact)}"
             except ditmesh.ConfigError as error:
@@ -111,15 +89,13 @@ def said(cache: str, config: dict[str, Any], enable_first: bool) -> str:
         pipe.transformer.disable_cache()
 
 
-@pytest.mark.parametrize(
-    ("cache", "enable_first"), [("first block", True), ("first block", False), ("pab", False), ("faster", True)]
-)
-def test_a_cache_that_would_mix_tiles_is_refused(ranks, cache, enable_first):
-    for words in ranks(2).run(said, cache, {"ulysses": 2, "reproducible": True}, enable_first):
-        assert "tile by tile" in words
-        assert "disable_cache()" in words
-
-
 @pytest.mark.parametrize("first", [True, False])
-def test_a_cache_that_would_mix_patches_is_refused(ranks, first):
-    assert "patch by patch" in ranks(2).run(said, "first block", {"pipe": 2, "warmup": "fixed(1)"}, first)[1]
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [({"ulysses": 2, "reproducible": True}, "tile by tile"), ({"pipe": 2, "warmup": "fixed(1)"}, "patch by patch")],
+    ids=str,
+)
+def test_a_cache_that_would_mix_parts_of_an_image_is_refused(ranks, config, part, first):
+    for words in ranks(2).run(said, config, first):
+        assert part in words
+        assert "disable_cache()" in words

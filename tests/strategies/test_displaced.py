@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import ditmesh
 from ditmesh.comm import codec
 from ditmesh.config import ParallelConfig
-from ditmesh.core.intercept import sdpa
 from ditmesh.layout import layout_of
-from support import ruled
 from support.models import KINDS, MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny, variant
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
@@ -22,7 +18,6 @@ from support.sample import sampled
 from support.stale import (
     all_frozen,
     counted_waits,
-    decisions,
     displaced,
     expected_buffer_bytes,
     expected_ring_bytes,
@@ -79,12 +74,15 @@ def test_virtual_ranks_are_stale_by_exactly_one_step(ring, predict):
         ("SD3", {"text": "shard", "compress": "int4", "predict": "linear"}),
         ("DiT", {"compress": "int4", "warmup": "fixed(0)"}),
         ("SD3", {"exchange": "naive"}),
+        ("SD3", {"speeds": (3, 1), "compress": "int4", "predict": "linear"}),
         ("QwenImage", {"text": "replicate", "warmup": "fixed(0)"}),
         ("Mochi", {}),
     ],
     ids=str,
 )
 def test_simulation_equals_ranks_to_the_bit(ranks, world, name, more):
+    if world > 2 and "speeds" in more:
+        pytest.skip("speeds are of two ranks")
     config = displaced(world, **more)
     truth, decided = in_one_process(name, config, RAGGED)
     for found, decided_here in ranks(world).run(on_ranks, name, config, RAGGED):
@@ -105,45 +103,12 @@ def test_simulation_is_put_back_exactly():
         assert relative_error(run(model, made), truth) <= TOLERANCE
 
 
-def test_warm_up_of_no_steps(ranks):
-    """The first step sees own tokens only, as naive does; the second one the others' keys of the first."""
-    for (found, _), (naive, _) in zip(
-        ranks(2).run(on_ranks, "DiT", displaced(2, "fixed(0)"), RAGGED),
-        ranks(2).run(on_ranks, "DiT", displaced(2, "fixed(0)", exchange="naive"), RAGGED),
-        strict=True,
-    ):
-        assert torch.equal(found[0], naive[0])
-        assert relative_error(found[1], naive[1]) > 100 * TOLERANCE
-
-
-def naive_alone(size: Any) -> tuple[float, float, int]:
-    """Error of naive against each half of the picture attending to itself, and bytes its stale step sends for keys."""
-    model, made = variant("DiT", num_layers=1), inputs("DiT", size)
-    seen = []
-
-    def halves(q, k, v, **_):
-        parts = [slice(0, q.shape[2] // 2), slice(q.shape[2] // 2, None)]
-        seen.append(1)
-        return torch.cat([sdpa(q[:, :, p], k[:, :, p], v[:, :, p]) for p in parts], dim=2)
-
-    exact = run(model, made)
-    with mock.patch("torch.nn.functional.scaled_dot_product_attention", halves):
-        truth = run(model, made)
-    with ditmesh.parallelized(model, {"ring": 2, "exchange": "naive", "warmup": "fixed(1)"}):
-        first = relative_error(run(model, made), exact)
-        next_step(model)
-        ditmesh.engine_of(model).mesh.traffic.reset()
-        value = run(model, made)
-        sent = ditmesh.engine_of(model).mesh.traffic.bytes_sent["ring"]
-    assert seen
-    return first, relative_error(value, truth), sent
-
-
-def test_naive_sees_its_own_tokens_only(ranks):
-    for first, error, sent in ranks(2).run(naive_alone, RAGGED):
-        assert first <= TOLERANCE
-        assert error <= TOLERANCE
-        assert sent == 0
+def test_naive_sees_its_own_tokens_only():
+    """As the first step of a displaced request without a warm-up; the second one sees the others' keys of the first."""
+    found, _ = in_one_process("DiT", displaced(2, "fixed(0)"), RAGGED)
+    naive, _ = in_one_process("DiT", displaced(2, "fixed(0)", exchange="naive"), RAGGED)
+    assert torch.equal(found[0], naive[0])
+    assert relative_error(found[1], naive[1]) > 100 * TOLERANCE
 
 
 # --- what travels, and when ----------------------------------------------------------------------------------------
@@ -163,13 +128,15 @@ def traffic(name: str, config: dict[str, Any], size: Any) -> tuple[int, int, int
             run(model, made)
             sent.append(counters.bytes_sent["ring"])
             events.append(list(happened))
-        return sent[0], sent[1], handler_of(model).buffer_bytes, events[0], events[1]
+        buffers = handler_of(model).buffers.values()
+        kept = [tensor for b in buffers for tensor in (b.whole, *b._before, b._shown) if tensor is not None]
+        return sent[0], sent[1], sum(tensor.nbytes for tensor in kept), events[0], events[1]
 
 
 @pytest.mark.parametrize(
     ("compress", "predict"),
     [
-        *((name, "none") for name in (None, "fp16", "bf16", "int8", "int4")),
+        *((name, "none") for name in (None, "bf16", "int8")),
         *((name, "linear") for name in (None, "int4")),
     ],
 )
@@ -270,9 +237,9 @@ def requests(name: str, config: dict[str, Any]) -> list[bool]:
     draw(pipe, arguments(name, [3, 4], seed=9, steps=3))  # another batch
     with pytest.raises(StopError):
         draw(pipe, arguments(name, [2], seed=9, steps=5, callback_on_step_end=stop))
-    equal.append(handler_of(pipe).buffer_bytes == 0)
+    equal.append(not handler_of(pipe).buffers)
     equal.append(torch.equal(draw(pipe, arguments(name, [1], steps=5)), truth))
-    equal.append(handler_of(pipe).buffer_bytes == 0)
+    equal.append(not handler_of(pipe).buffers)
     ditmesh.restore(pipe)
     # A transformer by itself, taken back with transfers on their way.
     model = pipe.transformer
@@ -313,16 +280,12 @@ def test_with_guidance_and_data(ranks, name, given):
         assert relative_error(truth, exact) > 1e-3
 
 
-# --- samplers -----------------------------------------------------------------------------------------------------
-
-
 # --- settings ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ring": 2, "warmup": "fixed"}, r"warmup='fixed' is not a warm-up policy; use 'fixed\(4\)', 'sqrt\(2\)'"),
         ({"ulysses": 2, "exchange": "displaced"}, "runs on the ring axis"),
         ({"ring": 2, "compress": "int8"}, "compress='int8' is for exchange='displaced'"),
     ],
@@ -330,22 +293,3 @@ def test_with_guidance_and_data(ranks, name, given):
 def test_wrong_settings(settings, message):
     with pytest.raises(ditmesh.ConfigError, match=message):
         ParallelConfig(**settings)
-
-
-def test_a_bare_transformer_must_be_told_the_steps(ranks):
-    for message in ranks(2).run(without_steps):
-        assert "warmup='adaptive(1000)' needs the number of steps" in message
-
-
-def without_steps() -> str:
-    model = tiny("DiT")
-    with ditmesh.parallelized(model, displaced(2, "adaptive(1000)")):
-        ditmesh.engine_of(model).begin_request(steps=3)
-        outputs(model, "DiT", ODD, 3)
-        assert [synchronous for synchronous, _ in decisions(model)] == [True, False, False]
-        # A rank that refuses ends the communicators, in which the other may still wait for the last step.
-        dist.barrier()
-        ditmesh.engine_of(model).begin_request()
-        with pytest.raises(ruled.refusal(ditmesh.ConfigError)) as caught:
-            run(model, inputs("DiT", ODD))
-    return str(caught.value)

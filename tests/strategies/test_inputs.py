@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import diffusers
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch import nn
 
 import ditmesh
@@ -51,28 +49,17 @@ def quantised(scale: float) -> torch.Tensor:
     return torch.quantize_per_tensor(torch.ones(3), scale, 0, torch.qint8)
 
 
-def picture(mode: str) -> Image.Image:
-    return Image.frombytes(mode, (2, 2), b"\1\2\3\4")
-
-
 VALUES: dict[str, tuple[Callable[[], Any], Any]] = {
     "object": (lambda: Odd([1, torch.ones(2)]), Odd([1, torch.zeros(2)])),
-    "keys of mixed type": (lambda: {1: "a", "b": 2, None: 3}, {1: "a", "b": 2, None: 4}),
     "order of keys": (lambda: dict(reversed([("a", 1), ("b", 2)])), {"a": 2, "b": 1}),
     "set": (lambda: {"one", "two", "three"}, {"one", "two"}),
-    "numpy scalar": (lambda: np.float32(1.5), np.float32(1.25)),
-    "array's form": (lambda: np.arange(6).reshape(2, 3), np.arange(6).reshape(3, 2)),
-    "picture's mode": (lambda: picture("L"), picture("P")),
     "dtype": (lambda: torch.float16, torch.bfloat16),
-    "bfloat16": (lambda: torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.float16)),
     "no dimensions": (lambda: torch.tensor(1.0), torch.tensor([1.0])),
+    "bfloat16": (lambda: torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.float16)),
     "sparse": (lambda: torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse()),
-    "sparse rows": (lambda: torch.eye(3).to_sparse_csr(), 2 * torch.eye(3).to_sparse_csr()),
     "quantised": (lambda: quantised(0.5), quantised(0.25)),
     "bits, not numbers": (lambda: torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])),
     "named tuple": (lambda: Pair(1, [2]), Pair(1, [3])),
-    "not a number": (lambda: float("nan"), 0.0),
-    "surrogate": (lambda: "\ud800", "\ud801"),
     "items, not how they are cut": (lambda: ["ab", "c"], ["a", "bc"]),
 }
 
@@ -142,69 +129,8 @@ def test_only_changed_weights_are_hashed_again(monkeypatch):
 # --- the pipeline ------------------------------------------------------------------------------------------------
 
 
-def weights_on_rank_1() -> dict[str, str]:
-    """Refusals after one weight was changed on rank 1, in many ways; every second call must run."""
-    load_kept = {"seed": 3 if dist.get_rank() == 1 else 2}
-    pipe = MAKERS["sd3"]()
-    pipe.transformer = copy.deepcopy(pipe.transformer)
-    made = functools.partial(arguments, "sd3", [1], steps=1)
-    transformer = pipe.transformer
-    block = transformer.transformer_blocks[0]
-    said: dict[str, str] = {}
-    rank = dist.get_rank()
-
-    def look(name: str, change: Callable[[], None], back: Callable[[], None]) -> None:
-        if rank == 1:
-            change()
-        said[name] = refusal(pipe, made())
-        if rank == 1:
-            back()
-
-    def set_to(tensor: torch.Tensor, value: float) -> Callable[[], None]:
-        def put() -> None:
-            with torch.no_grad():
-                tensor.view(-1)[7] = value
-
-        return put
-
-    bias, weight = block.ff.net[2].bias, block.ff.net[2].weight
-    kept, old = float(weight.view(-1)[7]), bias.data
-    with ditmesh.parallelized(pipe, {"ulysses": 2}):
-        said["same"] = refusal(pipe, made())
-        look("in place", set_to(weight, float("nan")), set_to(weight, kept))
-        look(
-            "data",
-            lambda: setattr(bias, "data", bias.data + 1e-4),
-            lambda: setattr(bias, "data", old),
-        )
-        said["same again"] = refusal(pipe, made())
-        load(transformer, adapter("SD3", 2), "a")
-        said["adapter"] = refusal(pipe, made())
-        transformer.delete_adapters("a")
-        load(transformer, adapter("SD3", load_kept["seed"]), "a")
-        said["other adapter"] = refusal(pipe, made())
-    transformer.delete_adapters("a")
-    if rank == 1:
-        set_to(weight, 1e4)()
-    with ditmesh.parallelized(pipe, {"ulysses": 2}):
-        said["before"] = refusal(pipe, made())
-    return said
-
-
-def test_a_single_weight_is_refused_by_name(ranks):
-    for said in ranks(2).run(weights_on_rank_1):
-        assert said["same"] == said["same again"] == said["adapter"] == ""
-        name = "transformer.transformer_blocks.0.ff.net.2"
-        for change, where in (("in place", "weight"), ("data", "bias"), ("before", "base_layer.weight")):
-            assert f"the ranks disagree on weights (rank 1 differs from rank 0): {name}.{where}." in said[change], (
-                change
-            )
-        assert "weights (rank 1 differs from rank 0): transformer." in said["other adapter"]
-        assert "lora_A.a.weight" in said["other adapter"]
-
-
 def spread_weights(config: dict[str, Any], odd: int) -> list[str]:
-    """Weights that are cut: one changed on rank ``odd`` before, one after, and an adapter that came later."""
+    """Refusals of a weight that was changed on one rank before, one after, and of an adapter that came later."""
     pipe = MAKERS["sd3"]()
     pipe.transformer = copy.deepcopy(pipe.transformer)
     rank, made = dist.get_rank(), functools.partial(arguments, "sd3", [1], steps=1)
@@ -231,16 +157,24 @@ def spread_weights(config: dict[str, Any], odd: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "config", [{"tensor": 2, "data": 2}, pytest.param({"pipe": 2, "cfg": 2}, marks=pytest.mark.matrix)], ids=str
+    ("config", "odd"),
+    [
+        ({"ulysses": 2}, 1),
+        ({"tensor": 2, "data": 2}, 2),
+        pytest.param({"pipe": 2, "cfg": 2}, 2, marks=pytest.mark.matrix),
+    ],
+    ids=str,
 )
-def test_slices_are_compared_where_they_are_the_same(ranks, config):
+def test_weights_are_compared_where_they_are_the_same(ranks, config, odd):
     name = "transformer.transformer_blocks.0.ff.net.2.base_layer.weight"
-    for same, adapters, again, after, before in ranks(4).run(spread_weights, config, 2):
+    cut, ranked = "ulysses" not in config, f"(rank {odd} differs from rank 0)"
+    for same, adapters, again, after, before in ranks(2 * odd).run(spread_weights, config, odd):
         assert same == again == ""
-        if "tensor" in config:
-            assert "on weights (rank 2 differs from rank 0): transformer." in adapters
-        assert f"on slices of weights (rank 2 differs from rank 0): {name}." in after
-        assert f"on weights (rank 2 differs from rank 0): {name} before it was cut" in before
+        if "pipe" not in config:
+            assert f"on weights {ranked}: transformer." in adapters
+            assert "lora_A.a.weight" in adapters or cut
+        assert f"on {'slices of ' * cut}weights {ranked}: {name}." in after
+        assert f"on weights {ranked}: {name}{' before it was cut' * cut}" in before
 
 
 def settings_on_rank_1() -> dict[str, str]:
@@ -282,6 +216,7 @@ def settings_on_rank_1() -> dict[str, str]:
         look("tiling", pipe.vae, "use_tiling", True)
         look("text", pipe.text_encoder_3.config, "layer_norm_epsilon", 0.5)
         look("image", pipe.image_processor, "do_normalize", False, config=True)
+        look("scheduler", pipe.scheduler, "shift", 1.5, config=True)
         look("nothing again", pipe, "vae_scale_factor", pipe.vae_scale_factor)
     return said
 
@@ -296,6 +231,7 @@ def test_settings_are_refused_by_name(ranks):
         "tiling": "vae settings (rank 1 differs from rank 0): use_tiling.",
         "text": "text_encoder_3 settings (rank 1 differs from rank 0): config.layer_norm_epsilon.",
         "image": "image_processor settings (rank 1 differs from rank 0): config.do_normalize.",
+        "scheduler": "scheduler (rank 1 differs from rank 0): config.shift.",
         "nothing again": "",
     }
     for said in ranks(2).run(settings_on_rank_1):
@@ -357,11 +293,6 @@ def unsendable() -> dict[str, Any]:
         ):
             said[name] = refusal(pipe, arguments("sd3", [1], joint_attention_kwargs=value))
         said["error"] = relative_error(draw(pipe, arguments("sd3", [1])), truth)
-    with ditmesh.parallelized(pipe, {"ulysses": 2, "inputs": "strict"}):
-        torch.manual_seed(0)
-        # Equal but for where they lie in memory.
-        odd = arguments("sd3", [1], joint_attention_kwargs={"odd": Odd([1.0])})
-        said["strict"] = relative_error(draw(pipe, odd), truth)
     return said
 
 
@@ -376,18 +307,18 @@ def test_arguments_that_cannot_travel_are_refused_by_name(ranks):
         in (first["breaks on rank 1"])
     )
     for said in (first, second):
-        assert max(said["error"], said["strict"]) < TOLERANCE
+        assert said["error"] < TOLERANCE
 
 
 def different() -> tuple[list[str], float]:
     """Warnings of calls whose inputs differ, and the error of the first of them against rank 0's call."""
     rank = dist.get_rank()
     pipe = MAKERS["sd3"]()
-    truth = draw(pipe, arguments("sd3", [1], joint_attention_kwargs={"pair": Pair(1, 0)}))
+    truth = draw(pipe, arguments("sd3", [1], steps=4, joint_attention_kwargs={"pair": Pair(1, 0)}))
     generator = torch.Generator().manual_seed(rank)
     with ditmesh.parallelized(pipe, {"data": 2}), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = arguments("sd3", [1], joint_attention_kwargs={"pair": Pair(1, rank)})
+        made = arguments("sd3", [1 + rank], seed=rank, steps=4 - rank, joint_attention_kwargs={"pair": Pair(1, rank)})
         error = relative_error(draw(pipe, made), truth)
         # A function that only one rank has is nothing to warn of.
         more = {"callback_on_step_end": lambda *_: {}} if rank == 0 else {}
@@ -442,9 +373,8 @@ def alone(name: str, config: dict[str, Any]) -> list[list[torch.Tensor]]:
     ("name", "config"),
     [
         ("sd3", {"data": 2}),
-        ("sd3", {"data": 2, "cfg": 2}),
         ("flux", {"data": 2, "cfg": 2}),
-        ("sd3", {"data": 2, "ulysses": 2}),
+        pytest.param("sd3", {"data": 2, "ulysses": 2}, marks=pytest.mark.matrix),
         ("sd3", {"data": 2, "pipe": 2, "warmup": "fixed(2)"}),
     ],
     ids=str,

@@ -21,7 +21,6 @@ from support.parity import (
     parity,
     parity_of_all_sizes,
     without_exchange,
-    without_leaf,
 )
 from support.sample import sampled
 
@@ -43,10 +42,7 @@ def name_of(config):
 
 
 def ranks_of(config):
-    size = 1
-    for axis in ("ulysses", "ring"):
-        size *= config.get(axis, 1)
-    return size
+    return config.get("ulysses", 1) * config.get("ring", 1)
 
 
 @pytest.mark.parametrize(("model", "config", "size"), sampled(MODELS, CONFIGS, SIZES, of=2), ids=str)
@@ -55,13 +51,6 @@ def test_equals_one_device(ranks, model, config, size):
         for result in ranks(ranks_of(config)).run(parity, model, {**config, "text": text}, SIZES[size]):
             assert result["error"] <= TOLERANCE
             assert result["repeats"]
-
-
-@pytest.mark.parametrize(("model", "config"), sampled(MODELS, CONFIGS, of=4), ids=str)
-def test_negative_control(ranks, model, config):
-    """Without the exchange the same comparison fails on every rank, by orders of magnitude."""
-    for result in ranks(ranks_of(config)).run(without_exchange, parity, model, config, RAGGED):
-        assert result["error"] > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -193,21 +182,13 @@ def test_gathered_keys_of_grouped_queries_are_not_repeated(ranks):
     assert [2 * count for count in gathered] == around
 
 
-@pytest.mark.parametrize("rule", ["linear_attention", "conv_rows"])
-def test_every_leaf_rule_is_needed(ranks, rule):
-    """Sana with one of its two rules missing is wrong by orders of magnitude."""
-    for error in ranks(2).run(without_leaf, "Sana", {"ulysses": 2}, ODD, rule):
-        assert error > 100 * TOLERANCE
-
-
-@pytest.mark.parametrize("text", ["shard", pytest.param("replicate", marks=pytest.mark.matrix)])
-def test_more_ranks_than_text_tokens(ranks, text):
+def test_more_ranks_than_text_tokens(ranks):
     """With fewer text tokens than ranks every rank keeps the text whole."""
     from ditmesh.layout.conventions import Size
 
     size = Size(rows=8, cols=8, text=3, batch=2)
-    for config in ({"ulysses": 4}, {"ring": 4}, {"ulysses": 2, "ring": 2}):
-        for result in ranks(4).run(parity, "Flux", {**config, "text": text}, size, False):
+    for config in ({"ulysses": 4}, {"ring": 4}):
+        for result in ranks(4).run(parity, "Flux", {**config, "text": "shard"}, size, False):
             assert result["error"] <= TOLERANCE
 
 
@@ -226,27 +207,21 @@ def test_bytes_on_the_wire(ranks, model):
 def ring_events(config):
     """What happens in one attention, in order: a transfer posted, a block computed, a transfer waited for."""
     import torch
-    import torch.distributed as dist
 
     from ditmesh.attention import ring
     from ditmesh.comm import Link, Transfer
 
     events = []
-    shift, wait, compute = Link.shift, Transfer.wait, ring.attend_with_lse
 
-    def noted(name, function):
-        def call(*args, **kwargs):
-            events.append(name)
-            return function(*args, **kwargs)
+    def noted(owner, name, event):
+        original = getattr(owner, name)
+        return mock.patch.object(owner, name, lambda *args, **more: events.append(event) or original(*args, **more))
 
-        return call
-
-    mesh = ditmesh.Mesh(ditmesh.ParallelConfig(**config))
-    q = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    mesh, q = ditmesh.Mesh(ditmesh.ParallelConfig(**config)), torch.randn(1, 2, 8, 4)
     with (
-        mock.patch.object(Link, "shift", noted("post", shift)),
-        mock.patch.object(Transfer, "wait", noted("wait", wait)),
-        mock.patch.object(ring, "attend_with_lse", noted("compute", compute)),
+        noted(Link, "shift", "post"),
+        noted(Transfer, "wait", "wait"),
+        noted(ring, "attend_with_lse", "compute"),
     ):
         ring.ring_attention(mesh.ring, q, q, q, [8] * mesh.ring.size)
     mesh.close()

@@ -168,17 +168,14 @@ def _other(value: Any) -> Any:
     return [_other(item) for item in value]
 
 
-@pytest.mark.parametrize("name", ["SD3", "Flux", "QwenImage", "Wan", "ZImage", "PixArt", "LTX2"])
-def test_reviewed_classes(name):
+QUICK = ("SD3", "Flux", "QwenImage", "Wan", "ZImage", "PixArt", "LTX2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.matrix) for n in MAKERS])
+def test_every_reviewed_class(name):
     part, modules = share(tiny(name), inputs(name, RAGGED))
     assert modules
-    assert part > 0.05
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", MAKERS)
-def test_every_reviewed_class(name):
-    assert share(tiny(name), inputs(name, RAGGED))[1]
+    assert part > 0.05 or name not in QUICK
 
 
 def share_of_slices(name: str) -> tuple[float, tuple[str, ...]]:
@@ -343,28 +340,25 @@ def at_step(step: int, change: Any) -> dict[str, Any]:
     return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
 
 
-def _stronger(pipe: Any, _: Any) -> None:
-    with torch.no_grad():
-        pipe.transformer.transformer_blocks[0].norm1.linear.weight.mul_(2.0)
-
-
-def _weaker(pipe: Any, _: Any) -> None:
-    with torch.no_grad():
-        pipe.transformer.transformer_blocks[0].norm1.linear.weight.div_(2.0)
-
-
 @pytest.mark.parametrize("change", ["prompt", "weights"])
 def test_a_change_inside_of_a_request_is_seen(change):
     pipe = PIPELINES["sd3"]()
-    made = {"prompt": lambda _, tensors: {"prompt_embeds": tensors["prompt_embeds"] * 0.5}, "weights": _stronger}[
-        change
-    ]
+    weight = pipe.transformer.transformer_blocks[0].norm1.linear.weight.data
+
+    def made(_: Any, tensors: Any) -> Any:
+        if change == "prompt":
+            return {"prompt_embeds": tensors["prompt_embeds"] * 0.5}
+        # A write that torch counts.
+        with torch.no_grad():
+            pipe.transformer.transformer_blocks[0].norm1.linear.weight.mul_(2.0)
+        return None
+
     results = []
     for config in ({}, {"precompute": True}):
         with ditmesh.parallelized(pipe, config):
             results.append(draw(pipe, arguments("sd3", [1], steps=5, **at_step(1, made))))
         if change == "weights":
-            _weaker(pipe, None)
+            weight.div_(2.0)
     plain = draw(pipe, arguments("sd3", [1], steps=5))
     assert torch.equal(*results)
     assert not torch.equal(results[0], plain)
@@ -374,15 +368,14 @@ def test_a_change_inside_of_a_request_is_seen(change):
     "scheduler",
     ["FlowMatchHeunDiscreteScheduler", "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"],
 )
-@pytest.mark.parametrize("more", [{}, {"guidance_scale": 1.0}], ids=str)
-def test_samplers_and_guidance(scheduler, more):
+def test_samplers(scheduler):
     pipe = PIPELINES["sd3"]()
     kind = getattr(diffusers, scheduler)
     flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"} if "UniPC" in scheduler else {}
     pipe.scheduler = kind(**flow)
-    truth = draw(pipe, arguments("sd3", [1], steps=6, **more))
+    truth = draw(pipe, arguments("sd3", [1], steps=6))
     with ditmesh.parallelized(pipe, {"precompute": True}):
-        assert torch.equal(draw(pipe, arguments("sd3", [1], steps=6, **more)), truth)
+        assert torch.equal(draw(pipe, arguments("sd3", [1], steps=6)), truth)
 
 
 def random_requests(name: str, config: dict[str, Any], count: int) -> list[int]:

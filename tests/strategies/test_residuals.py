@@ -105,21 +105,6 @@ def test_a_pipeline_with_a_controlnet(ranks, config):
         assert control > 1e-2
 
 
-def tokens_of_the_controlnet(config):
-    pipe, seen = controlled_pipeline(), []
-    pipe.controlnet.transformer_blocks[1].ff.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
-    with ditmesh.parallelized(pipe, config):
-        latents_of(pipe)
-        del seen[:]
-        latents_of(pipe)
-    return set(seen)
-
-
-def test_a_controlnet_has_its_tokens_cut_too(ranks):
-    assert ranks(2).run(tokens_of_the_controlnet, {"ring": 2}) == [{32}, {32}]
-    assert ranks(2).run(tokens_of_the_controlnet, {"cfg": 2}) == [{64}, {64}]
-
-
 def refused(config):
     with ditmesh.parallelized(tiny("SD3"), config), pytest.raises(ditmesh.LayoutError) as caught:
         run(tiny("SD3"), call("SD3"))

@@ -59,10 +59,8 @@ def called(config: dict[str, Any], what: str, name: str = "sd3") -> str:
 @pytest.mark.parametrize(
     "config",
     [
-        {"ulysses": 2},
         {"tensor": 2},
         {"cfg": 2},
-        {"data": 2},
         {"ulysses": 2, "reproducible": True},
         {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
     ],
@@ -73,22 +71,16 @@ def test_latents_that_differ_are_named(ranks, config):
         assert "rank 1 has other latents in step 3 than rank 0" in words
 
 
-@pytest.mark.parametrize("what", ["nan", "mirrored"])
-def test_whatever_differs_is_named(ranks, what):
+@pytest.mark.parametrize(
+    ("what", "named"), [("nan", "latents in step 3"), ("mirrored", "latents in step 3"), ("last", "images at the end")]
+)
+def test_whatever_differs_is_named(ranks, what, named):
     for words in ranks(2).run(called, {"ring": 2}, what):
-        assert "rank 1 has other latents in step 3 than rank 0" in words
+        assert f"rank 1 has other {named} than rank 0" in words
 
 
-def test_what_differs_behind_the_last_step_is_named(ranks):
-    for words in ranks(2).run(called, {"ring": 2}, "last"):
-        assert "rank 1 has other images at the end than rank 0" in words
-
-
-def test_no_number_on_any_rank_is_the_same_on_all(ranks):
+def test_what_is_the_same_on_all_ranks_is_not_stopped(ranks):
     assert ranks(2).run(called, {"ring": 2}, "nan everywhere") == ["drawn", "drawn"]
-
-
-def test_ranks_that_change_latents_alike_are_not_stopped(ranks):
     for words in ranks(2).run(called, {"ulysses": 2}, "alike"):
         assert float(words.removeprefix("off by ")) < TOLERANCE
 
@@ -97,8 +89,8 @@ def test_ranks_that_are_trusted_are_not_compared(ranks):
     assert ranks(2).run(called, {"ring": 2, "inputs": "trust"}, "noise") == ["drawn", "drawn"]
 
 
-@pytest.mark.parametrize("size", [1, SUMS - 1, SUMS, 1000])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, SUMS - 1, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_tell_what_is_other(size, dtype):
     values = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
     sums = sums_of(values)

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from torch import nn
 
 import ditmesh
-from ditmesh.strategies.tensor.slices import plan_slices, share_cut
+from ditmesh.strategies.tensor.slices import plan_slices
 from support.classes import CASES
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.pipelines import flux
@@ -21,11 +21,6 @@ def test_heads_that_no_rule_cuts_are_refused():
     """HiDream's attention has a second set of projections, of the text."""
     with pytest.raises(ditmesh.ConfigError, match=r"no rule for double_stream_blocks\.0\.block\.attn1\.to_q_t"):
         plan_slices(CASES["HiDreamImageTransformer2DModel"].make(), 2)
-
-
-@pytest.mark.parametrize(("name", "least", "most"), [("Flux", 0.9, 1.0), ("Sana", 0.4, 0.6)])
-def test_the_share_that_is_cut(name, least, most):
-    assert least <= share_cut(tiny(name), plan_slices(tiny(name), 2)) <= most
 
 
 def parallel() -> str:

@@ -20,8 +20,7 @@ import ditmesh
 from ditmesh import zoo
 from ditmesh.parts.band import Band, bands_of
 from ditmesh.parts.banded import Banded, UncuttableOperation
-from ditmesh.strategies.vae.parallel import in_bands
-from ditmesh.strategies.vae.tested import TESTED
+from ditmesh.strategies.vae.parallel import TESTED, in_bands
 from support.autoencoders import CASES, against_whole, bands_of_ranks, without
 from support.sample import sampled
 
@@ -116,68 +115,33 @@ def linear_attention(x: Tensor) -> Tensor:
     return (values @ values.transpose(1, 2).relu() @ values).reshape(x.shape)
 
 
-def causal(x: Tensor) -> Tensor:
-    tokens = x.permute(0, 2, 3, 1).flatten(1, 2).unsqueeze(1)
-    out = F.scaled_dot_product_attention(tokens, tokens, tokens, is_causal=True)
-    return out.squeeze(1).unflatten(1, x.shape[2:]).permute(0, 3, 1, 2)
-
-
-def by_rows(x: Tensor) -> Tensor:
-    """Attention within each row: rows are a batch."""
-    rows = x.permute(0, 2, 3, 1).flatten(0, 1).unsqueeze(1)
-    out = F.scaled_dot_product_attention(rows, rows, rows)
-    return out.squeeze(1).unflatten(0, (x.shape[0], -1)).permute(0, 3, 1, 2)
-
-
 WEIGHT = torch.randn(6, 6, 5, 3, generator=torch.Generator().manual_seed(3)) * 0.2
 
 # What decoders do, or might: functions of (2, 6, 12, 8).
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "stride": lambda x: F.conv2d(x, WEIGHT, stride=(2, 1), padding=(2, 1)),
-    "dilation": lambda x: F.conv2d(x, WEIGHT, padding="same", dilation=(2, 1)),
     "mean": lambda x: x * x.mean() + x.std(),
-    "no padding": lambda x: F.conv2d(x, WEIGHT),
     "transposed": lambda x: F.conv_transpose2d(x, WEIGHT[:, :, :2, :2], stride=2),
     "transposed, overlapping": lambda x: F.conv_transpose2d(x, WEIGHT, stride=2, padding=1),
-    "two scales": lambda x: F.interpolate(F.avg_pool2d(x, 2), scale_factor=2.0) + x,
-    "not an integer": lambda x: F.interpolate(x, size=(18, 8)),
     "reflected": lambda x: F.conv2d(F.pad(x, (1, 1, 2, 2), mode="reflect"), WEIGHT),
-    "replicated": lambda x: F.conv2d(F.pad(x, (1, 1, 3, 1), mode="replicate"), WEIGHT),
-    "cropped": lambda x: F.pad(x, (0, 0, 1, 3))[:, :, 1:-3] + F.pad(x, (0, 0, -1, 1)),
     "channels last": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (6,)).permute(0, 3, 1, 2),
-    "whole norm": lambda x: F.layer_norm(x, x.shape[1:]),
-    "mean over rows": lambda x: x - x.mean((2, 3), keepdim=True) / x.std(2, keepdim=True),
-    "cumulated": lambda x: x.cumsum(2).sort(2).values.flip(2),
     "dimensions": lambda x: x.transpose(1, 2).movedim(1, -1).squeeze(0).swapaxes(1, 3).permute(0, 3, 1, 2) * 1.0,
-    "joined over rows": lambda x: torch.cat([x, x[:, :, :5]], 2),
-    "repeated rows": lambda x: x.repeat(1, 1, 2, 1) + x.repeat_interleave(2, dim=2),
     "shuffled": lambda x: F.pixel_shuffle(F.pixel_unshuffle(x, 2), 2),
-    "a table of rows": lambda x: x + torch.arange(12.0)[:, None] + torch.arange(8.0),
     "a row": lambda x: x + x[:, :, :1] + x[:, :, 3, None],
-    "chunks of rows": lambda x: torch.cat(x.chunk(4, 2)[::-1], 2),
     "written to a slice": written_slice,
     "written to a view": written_view,
     "written to a plain tensor": written_to_plain,
     "one head": single_head,
     "linear attention": linear_attention,
-    "causal": causal,
-    "attention by rows": by_rows,
     "where": lambda x: torch.where(x > 0, x, x.new_zeros(()))[:, :, ::2],
     "noise": lambda x: x + torch.randn_like(x) + torch.randn(x.shape),
 }
 # Those that no rule covers, by what is computed on whole tensors.
 WITHOUT_RULE = {
     "transposed, overlapping",
-    "not an integer",
-    "cropped",
     "channels last",
-    "whole norm",
     "mean",
-    "mean over rows",
-    "cumulated",
-    "joined over rows",
     "a row",
-    "chunks of rows",
     "written to a view",
     "written to a plain tensor",
     "where",
@@ -214,7 +178,7 @@ def test_operations(ranks, inference):
     for found in ranks(3).run(operations_against_whole, inference):
         refused = {name for name, (error, _) in found.items() if error != error}
         # In inference mode nobody knows whether a view has been written to.
-        assert refused == {"written to a view"} | ({"a row", "chunks of rows", "where"} if inference else set())
+        assert refused == {"written to a view"} | ({"a row", "where"} if inference else set())
         assert {name: error for name, (error, _) in found.items() if error > TOLERANCE} == {}
         assert {name for name, (_, whole) in found.items() if whole} <= WITHOUT_RULE
 
@@ -290,7 +254,6 @@ def in_pipeline(kind: str, count: int, config: dict[str, Any], tiled: bool = Fal
     [
         ("text", 1, {"ulysses": 2}),
         ("image", 1, {"ring": 2}),
-        pytest.param("text", 2, {"data": 2}, marks=pytest.mark.matrix),
         pytest.param("image", 3, {"cfg": 2}, marks=pytest.mark.matrix),
         ("text", 1, {"pipe": 2, "warmup": "fixed(1)"}),
         pytest.param("text", 2, {"data": 2, "ulysses": 2}, marks=pytest.mark.matrix),

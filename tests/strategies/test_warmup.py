@@ -53,17 +53,12 @@ def test_decisions(policy, devices, expected):
     "wrong",
     [
         "fixed",
-        "fixed()",
         "fixed(-1)",
         "fixed(1.5)",
-        "steps(1.5)",
         "steps(-1)",
         "adaptive(1, 0)",
-        "adaptive(1, 2, 3)",
         "always(3)",
-        "adaptive(0)",
         "adaptive(nan)",
-        "",
     ],
 )
 def test_wrong_policies_are_refused(wrong):
@@ -122,56 +117,16 @@ def test_adaptive_falls_back_when_drift_grows():
     assert not parse("adaptive(0.1)").decide(5, Outlook(1, noise), wild).synchronous
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 12])
-def test_never_more_than_so_many(most):
-    """A budget that nothing fits in is cut off by the number; the steps are spent, all of them."""
-    steps = synchronous(f"adaptive(0.0001, {most})", 12, drift=0.2)
-    assert len(steps) == most
-    assert steps[0] == 0
-
-
-def test_so_many_steps_go_where_errors_are_largest():
-    """They are the steps that a budget of the same number would choose, and those of the largest predicted errors."""
+def test_never_more_than_so_many():
+    """A budget that nothing fits in is cut off by the number: the steps are spent, and one that is kept needs none."""
     steps = synchronous("adaptive(0.0001, 4)", 12, drift=0.2)
-    past = [PastStep(step == 0, 0.2 if step else None) for step in range(12)]
-    outlook = Outlook(4, even_levels(12))
-    predicted = [parse("adaptive(9)").decide(step, outlook, past[:step]).predicted or 0.0 for step in range(12)]
-    worst = sorted(range(1, 12), key=lambda step: -predicted[step])[:3]
-    assert set(steps) == {0, *worst}
     # Not those of a fixed warm-up.
+    assert (len(steps), steps[0]) == (4, 0)
     assert steps != [0, 1, 2, 3]
-
-
-def test_a_budget_that_is_kept_needs_no_number():
-    free = synchronous("adaptive(0.04)", 12, drift=0.2)
-    assert synchronous("adaptive(0.04, 11)", 12, drift=0.2) == free
-    assert len(synchronous("adaptive(0.04, 2)", 12, drift=0.2)) == 2 < len(free)
+    assert synchronous("adaptive(0.04, 11)", 12, drift=0.2) == synchronous("adaptive(0.04)", 12, drift=0.2)
 
 
 # --- noise levels ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "evaluations"),
-    [
-        (diffusers.DDIMScheduler(), 8),
-        (diffusers.DPMSolverMultistepScheduler(), 8),
-        (diffusers.DPMSolverMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction"), 8),
-        (diffusers.HeunDiscreteScheduler(), 15),
-        (diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), 8),
-        (diffusers.EDMDPMSolverMultistepScheduler(), 8),
-    ],
-    ids=lambda value: type(value).__name__ if not isinstance(value, int) else "",
-)
-def test_noise_levels(scheduler, evaluations):
-    """From nearly pure noise to none, never up."""
-    scheduler.set_timesteps(8)
-    levels = noise_levels(scheduler)
-    assert levels is not None
-    assert len(levels) == evaluations + 1
-    assert levels[0] > 0.8
-    assert levels[-1] == 0
-    assert list(levels) == sorted(levels, reverse=True)
 
 
 def test_noise_levels_by_hand():
@@ -333,7 +288,7 @@ def test_control_keeps_a_log():
     block = monitor.add_block("block")
     clock = CallClock()
     control = WarmupControl(EveryOther(), 3, monitor, clock, lambda: even_levels(4))
-    for request in range(2):
+    for _ in range(2):
         clock.begin_request()
         control.begin_request()
         for step in range(4):
@@ -345,7 +300,6 @@ def test_control_keeps_a_log():
         assert control.log.summary() == "2 of 4 steps synchronous"
         assert control.log.steps[1].reason == "step 1 of 4 on 3"
         assert [record.mean_drift for record in control.log.steps] == [None, *map(pytest.approx, (1 / 2, 1 / 3, 1 / 4))]
-        assert request in (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -366,37 +320,6 @@ def test_noise_goes_on_where_no_level_is_evaluated_twice(sampler, expected):
     control = WarmupControl(EveryOther(), 2, DriftMonitor(lambda sums: sums), clock, lambda: noise_levels(scheduler))
     control.begin_request()
     assert [control.goes_on(step) for step in range(len(expected))] == expected
-
-
-class Unread(EveryOther):
-    reads_drift = False
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_drift_that_no_policy_reads_is_measured_when_asked_for(asked):
-    """Added up once, when the request is over; not at all if nobody asks. The noise levels are not asked for either."""
-    sums: list[int] = []
-    monitor = DriftMonitor(lambda totals: sums.append(totals.dim()) or totals)
-    block, clock = monitor.add_block("block"), CallClock()
-
-    def noise() -> Any:
-        raise AssertionError("nobody wants to know")
-
-    control = WarmupControl(Unread(), 3, monitor, clock, noise)
-    control.measure_drift = asked
-    for _ in range(2):
-        clock.begin_request()
-        control.begin_request()
-        for step in range(3):
-            clock.tick({"t": 10 - step}, {"x": torch.zeros(1)}, CONDITION)
-            value = torch.full((1, 1, 1, 1), 1.0 + step)
-            monitor.observe(block, "k", clock.call.step, (value, value), dim=2)
-            assert sums == []
-        control.end_request()
-        drifts = [record.mean_drift for record in control.log.steps]
-        assert drifts == ([None, *map(pytest.approx, (1 / 2, 1 / 3))] if asked else [None] * 3)
-        assert sums == ([3] if asked else [])
-        sums.clear()
 
 
 # --- on ranks --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 import ditmesh
-from ditmesh.strategies.tensor.parallel import TensorParallel, _adapter_parameters
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.tensor import bits, same_bits
 
@@ -114,27 +113,6 @@ def story(name: str, config: dict[str, Any], before: bool) -> dict[str, Any]:
         "untouched": same_bits(untouched, bits(model)),
         "output": torch.equal(run(model, arguments), plain),
     }
-
-
-def uncut(name: str, config: dict[str, Any]) -> float:
-    """The negative control: every rank keeps all of a row-parallel layer's lora_B output for itself."""
-    alone, model, arguments = copy.deepcopy(tiny(name)), copy.deepcopy(tiny(name)), inputs(name, RAGGED)
-    load(alone, adapter(name, 1), "a")
-    truth = run(alone, arguments)
-    with (
-        ditmesh.parallelized(model, config),
-        mock.patch.object(TensorParallel, "_follow_adapters", _cut_only),
-    ):
-        load(model, adapter(name, 1), "a")
-        return relative_error(run(model, arguments), truth)
-
-
-def _cut_only(self: TensorParallel) -> None:
-    """Adapters are cut, but the sums stay behind the base layers."""
-    for site, outer in self._linears():
-        if site.kind == "gathered" and self._lacks("epilogue", site.path, outer):
-            self._hung["epilogue", site.path] = outer, outer.register_forward_hook(self._epilogue(site))
-        self._cut(site, _adapter_parameters(site, outer))
 
 
 def fused(name: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from torch import Tensor
 import ditmesh
 from ditmesh.core.intercept import sdpa
 from ditmesh.layout.conventions import Size
-from ditmesh.strategies import token_mixers as leaves
 from ditmesh.strategies.sequence import SequenceParallel
 from support import foreign
 from support.classes import CASES
@@ -147,7 +146,7 @@ def without_exchange(function: Callable[..., Any], *args: Any) -> Any:
     """A function's result when no rank sees another's keys."""
     with (
         mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", NoExchange),
-        mock.patch("ditmesh.strategies.gathered.GatheredSequence.kind", NoExchange),
+        mock.patch("ditmesh.strategies.sequence.GatheredSequence.kind", NoExchange),
     ):
         return function(*args)
 
@@ -159,9 +158,3 @@ def parity_of_all_sizes(name: str, config: dict[str, Any], texts: tuple[str, ...
         for label, size in sizes(name).items()
         for text in texts
     }
-
-
-def without_leaf(name: str, config: dict[str, Any], size: Size, rule: str) -> float:
-    """Error of `parity` when the modules of one leaf rule see this rank's tokens only."""
-    with mock.patch.dict(leaves.MIXER_RULES, {rule: lambda *_: lambda: None}):
-        return parity(name, config, size)["error"]

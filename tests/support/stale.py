@@ -52,7 +52,7 @@ def frozen(name: str, config: dict[str, Any], label: str, clear: bool = False) -
         for _ in range(2 if clear else 3):
             next_step(model)
             errors.append(relative_error(run(model, arguments), truth))
-            kept = handler_of(model).buffer_bytes > 0
+            kept = bool(handler_of(model).buffers)
             if clear:
                 for buffer in handler_of(model).buffers.values():
                     buffer.arrive()

@@ -277,7 +277,7 @@ class Engine:
 
     @property
     def balances(self) -> list[Balance]:
-        """Speeds of the sequence ranks, one per transformer; see `rebalance`."""
+        """Speeds of the sequence ranks, one per transformer."""
         return next((one.balances() for one in self.strategies if isinstance(one, TokenStrategy)), [])
 
     @property
@@ -307,14 +307,3 @@ class Engine:
     def staleness(self) -> StalenessLog | None:
         """The decisions in every step of the latest request, with reasons; None if every step is exact."""
         return None if self.control is None else self.control.log
-
-    def rebalance(self) -> None:
-        """Measure the speed of every sequence rank again at the next call. Call it on all ranks.
-
-        Raises:
-            ConfigError: nothing is measured.
-        """
-        if self.config.speeds != "auto":
-            raise ConfigError(f"speeds={self.config.speeds!r} are not measured; use speeds='auto'")
-        for balance in self.balances:
-            balance.wanted = len(balance.speeds) > 1

@@ -16,8 +16,6 @@ from ..comm import Link
 RUNS = 3
 # Ranks are equal where the slowest takes less than this share longer than the mean.
 EQUAL_SPEEDS = 0.2
-# Share of a new measurement in the speeds when there is an older one.
-FRESH = 0.5
 
 
 class Balance:
@@ -28,11 +26,10 @@ class Balance:
         link: the ranks that have to agree.
         shares: how many share the work; default: every rank of the link has a share of its own.
         share: this rank's, where several ranks have one together (slices of one weight); the slowest of them counts.
-        band: where the slowest is measured to take less than this share longer than the mean, all are equal.
 
     Attributes:
         speeds: relative ones, in the order of ranks.
-        wanted: whether the next call of the transformer is to measure; set it to measure again.
+        wanted: whether the next call of the transformer is to measure.
     """
 
     def __init__(
@@ -42,9 +39,7 @@ class Balance:
         device: torch.device | str,
         shares: int | None = None,
         share: int | None = None,
-        band: float = 0.0,
     ) -> None:
-        self._band = band
         self._link, self._setting, self._device = link, setting, torch.device(device)
         self._shares = link.size if shares is None else shares
         self._share = link.rank if share is None else share
@@ -54,29 +49,23 @@ class Balance:
         """Reset the measurements on all ranks: the next call measures again."""
         equal = (1.0,) * self._shares
         self.speeds: tuple[float, ...] = self._setting if isinstance(self._setting, tuple) else equal
-        self._measured, self.wanted = False, self._setting == "auto"
+        self.wanted = self._setting == "auto"
 
     def measure(self, work: Callable[[], Any]) -> None:
         """Time ``work``, which is as much on every rank, and set the speeds. A collective call."""
         self.agree(median_seconds(work, self._device))
 
     def agree(self, seconds: float) -> None:
-        """Set the speeds from the time that every rank takes for the same work. A collective call.
-
-        They are mixed half and half with those measured before: a hiccup does not throw all tokens about.
-        """
+        """Set the speeds from the time that every rank takes for the same work. A collective call."""
         mine = torch.tensor([[self._share, 1 / seconds]], dtype=torch.float64, device=self._device)
         gathered = self._link.all_gather(mine, (1,) * self._link.size, dim=0).tolist()
         fresh = [min(speed for share, speed in gathered if share == number) for number in range(self._shares)]
         times = [1 / speed for speed in fresh]
-        if max(times) < (1 + self._band) * statistics.mean(times):
+        if max(times) < (1 + EQUAL_SPEEDS) * statistics.mean(times):
             fresh = [1.0] * self._shares
-        fresh = [speed / sum(fresh) for speed in fresh]
-        if self._measured:
-            fresh = [FRESH * new + (1 - FRESH) * old for new, old in zip(fresh, self.speeds, strict=True)]
         # Three digits are more than a measurement is worth, and two equal ranks stay equal.
         self.speeds = tuple(round(speed / sum(fresh), 2) for speed in fresh)
-        self._measured, self.wanted = True, False
+        self.wanted = False
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device | str) -> float:

@@ -104,7 +104,7 @@ class LaterStrategy:
     """A line of a recipe whose module is imported when a configuration asks for it.
 
     Attributes:
-        path: of its class in this folder, such as ``"stale.naive:Naive"``.
+        path: of its class in this folder, such as ``"stale.displaced:Naive"``.
         asked: whether a configuration may want it, without its module; its own ``wanted`` decides.
     """
 

@@ -1,8 +1,7 @@
 """diffusers' caches on several ranks: every rank takes the same decision.
 
-First Block Cache skips the remaining blocks when the first block's residual has changed little. Each rank
-sees only its own tokens and rows; ranks that decide differently wait for one another for ever. Here the statistic is
-summed over the ranks before it is compared, so that the decision is one device's.
+First Block Cache skips the remaining blocks when the first block's residual has changed little. Each rank sees only its
+own tokens and rows: the statistic is summed over the ranks before it is compared.
 """
 
 from __future__ import annotations
@@ -67,13 +66,9 @@ class Caches(Strategy):
         return config.world_size > 1 or config.reproducible
 
     def apply(self, undo: ExitStack) -> None:
-        undo.callback(self._close)
+        undo.callback(self._agree_on, [], None)
         for model in self.context.models:
             undo.callback(model.chain.add(partial(self._around_call, model)))
-
-    def _close(self) -> None:
-        while self._agreeing:
-            self._agreeing.pop()[1].undo()
 
     def _around_call(self, model: ParallelModel, proceed: Proceed, arguments: Arguments) -> Any:
         """Let ranks agree on the blocks that a cache of diffusers skips in a call."""
@@ -99,10 +94,10 @@ class Caches(Strategy):
                     f"{config.describe()} runs blocks {part} by {part}; call disable_cache(), or {way}"
                 )
 
-    def _agree_on(self, hooks: list[Any], model: nn.Module) -> None:
-        """Let these hooks of a model, and of its hooks only these, decide together."""
-        others = [one for one in self.context.models if one.model is not model]
-        kept = [*hooks, *(hook for one in others for hook in _hooks_of(one.model))] if self._agreeing else hooks
+    def _agree_on(self, hooks: list[Any], model: nn.Module | None) -> None:
+        """Let these hooks of a model, and of its hooks only these, decide together; without a model no other ones."""
+        others = [one.model for one in self.context.models if model is not None and one.model is not model]
+        kept = [*hooks, *(hook for other in others for hook in _hooks_of(other))] if self._agreeing else hooks
         for pair in [pair for pair in self._agreeing if all(pair[0] is not hook for hook in kept)]:
             # Of a cache that was taken off.
             self._agreeing.remove(pair)

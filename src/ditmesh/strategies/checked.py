@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,12 @@ class CheckedLayout(Strategy):
     """
 
     name = "layout check"
+    # Whether a layout of any origin is compared.
+    every: ClassVar[bool] = False
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
         return KnownForms.wanted(config) or config.tensor > 1
-
-    @classmethod
-    def is_compared(cls, layout: TokenLayout) -> bool:
-        """True if calls with a layout are compared."""
-        return layout.source == GIVEN
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
@@ -51,17 +48,14 @@ class CheckedLayout(Strategy):
 
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:
-            if self.is_compared(model.layout):
-                check = model.add(LayoutCheck(model, self.context))
-                undo.callback(model.chain.add(check.around_call))
+            if self.every or model.layout.source == GIVEN:
+                undo.callback(model.chain.add(LayoutCheck(model, self.context).around_call))
 
 
 class CheckedCalls(CheckedLayout):
     """The same for every layout, reviewed or derived: `parallelize(..., check=True)`."""
 
-    @classmethod
-    def is_compared(cls, layout: TokenLayout) -> bool:
-        return True
+    every = True
 
 
 class LayoutCheck:
@@ -72,13 +66,11 @@ class LayoutCheck:
         self._seen: set[CallForm] = set()
 
     def around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
-        """Compare the first call of every form with one device.
-
-        Raises:
-            LayoutError: on all ranks alike: what they computed together is not what one device does.
-        """
-        form = form_of(arguments)
-        if form in self._seen or not self._exact():
+        """Compare the first call of every form with one device; `LayoutError` on all ranks alike where they differ."""
+        form, control = form_of(arguments), self._context.find(WarmupControl)
+        # In the first step nothing is stale yet.
+        begins = control is not None and control.clock.call.step == 0 and self._context.config.exchange != "naive"
+        if form in self._seen or not (control is None or control.decision.synchronous or begins):
             return proceed(arguments)
         model = self._model.model
         with torch.no_grad(), without_hooks(model):
@@ -87,14 +79,6 @@ class LayoutCheck:
         self._check_same(self._context.mesh.world.all_gather_object(result_error(output, truth)))
         self._seen.add(form)
         return output
-
-    def _exact(self) -> bool:
-        """True if the current step must give the result of one device."""
-        control = self._context.find(WarmupControl)
-        if control is None or control.decision.synchronous:
-            return True
-        # Nothing is stale yet.
-        return control.clock.call.step == 0 and self._context.config.exchange != "naive"
 
     def _check_same(self, differences: list[tuple[float, str]]) -> None:
         """Reject the layout if a rank's `result_error` is larger than its dtype allows."""
@@ -115,8 +99,10 @@ class LayoutCheck:
 
 def result_error(output: Any, truth: Any) -> tuple[float, str]:
     """The error of a result as a multiple of its dtype's tolerance, and a description of the largest."""
-    result, expected = (dict(Arguments((), (value,), {}).leaves()) for value in (output, truth))
-    result, expected = ({p: v for p, v in one.items() if isinstance(v, Tensor)} for one in (result, expected))
+    result, expected = (
+        {path: leaf for path, leaf in Arguments((), (value,), {}).leaves() if isinstance(leaf, Tensor)}
+        for value in (output, truth)
+    )
     if {p: v.shape for p, v in result.items()} != {p: v.shape for p, v in expected.items()}:
         shapes = [", ".join(str(tuple(v.shape)) for v in one.values()) for one in (result, expected)]
         return float("inf"), f"has shape {shapes[0]}, that of one device {shapes[1]}"

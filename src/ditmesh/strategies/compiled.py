@@ -21,10 +21,7 @@ from .base import Strategy
 
 
 def compile_blocks(model: nn.Module, layout: TokenLayout, backend: str) -> Callable[[], None]:
-    """Compile the forward of every block of the layout's lists, each as one full graph.
-
-    Returns:
-        What puts the blocks' own forwards back.
+    """Compile the forward of every block of the layout's lists, each as one full graph; returns the undo.
 
     Raises:
         InputError: torch has no such backend, or inductor is to record CUDA graphs.

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def heads_of(model: nn.Module, layout: TokenLayout | None = None) -> int | None:
-    """The smallest number of attention heads in the model's blocks; None when the model does not say.
-
-    Args:
-        layout: names the lists of blocks to look at; default: all modules (an adapter's own may have fewer heads).
-    """
+    """The smallest number of attention heads in a layout's lists, or in all modules; None: the model does not say."""
     lists = [model.get_submodule(region.blocks) for region in layout.regions] if layout is not None else [model]
     counts = [
         heads

@@ -1,16 +1,15 @@
 """Hooks on a transformer's call and blocks: where tokens are cut, and where attention goes to a handler.
 
-The hooks are torch's own; nothing of the model is rewritten. A handler decides what happens at each; taking them off
-leaves the model exactly as it was.
+The hooks are torch's own. A handler (`SequenceParallel`) decides what happens at each; taking them off leaves the model
+exactly as it was.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +20,17 @@ from ..core.arguments import Arguments, given, parameter_names
 from ..core.partition import Partition
 from ..core.patching import CallChain, Proceed
 from ..errors import DitmeshError, LayoutError
-from ..layout import Leaf, Region, TokenLayout, layout_of
+from ..layout import Region, TokenLayout, layout_of
 from ..layout.derive import derive_anew, derive_rows
 from ..layout.folds import Folding
 from ..layout.forms import Forms, Processors
 from ..layout.record import error_line
 from ..parts.own_tokens import OwnTokens
 from ..parts.part import whole_of
-from .balance import Balance
 from .own_code import OwnCode
+
+if TYPE_CHECKING:
+    from .sequence import SequenceParallel
 
 # What code of a model raises that meets other numbers of tokens than it expects.
 SHAPE_ERRORS = (AssertionError, RuntimeError, ValueError, IndexError)
@@ -63,43 +64,6 @@ class BlockSite:
     feeds_next: bool
 
 
-class Handler(intercept.AttentionHandler, Protocol):
-    """The handler of one transformer's hooks; ``passive``: it does nothing at blocks, which need not ask it."""
-
-    balance: Balance
-    passive: bool
-
-    def begin_call(self) -> None:
-        """The transformer's own forward is about to run."""
-
-    def before_call(self, layout: TokenLayout, arguments: Arguments) -> None:
-        """The transformer's own forward gets ``arguments``, some of which it adds to the tokens between blocks."""
-
-    def end_call(self) -> None:
-        """The transformer's own forward has returned."""
-
-    def tokens(self) -> Partition:
-        """The streams of the call in progress, by sequence rank."""
-        ...
-
-    def resume(self, site: BlockSite, tokens: Partition) -> None:
-        """A block is about to run again, after its call, with what `tokens` was then."""
-
-    def before_block(self, site: BlockSite, arguments: Arguments) -> None:
-        """A block is about to run; ``arguments`` may be changed."""
-
-    def after_block(self, site: BlockSite, output: Any) -> Any:
-        """Handle a block's ``output``; returns the output for the model."""
-
-    def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
-        """Stand in for a block's forward, between the hooks, if need be; returns the undo."""
-        ...
-
-    def adapt(self, site: BlockSite, leaf: Leaf, module: nn.Module) -> Callable[[], None]:
-        """Make a module that mixes tokens without attention see those of other ranks; returns the undo."""
-        ...
-
-
 class Recomputation:
     """The data for running blocks again after their call, as activation checkpointing does in the backward pass.
 
@@ -121,19 +85,14 @@ class Recomputation:
         self._notes = {key: note for key, note in self._notes.items() if not note[0].expired()}
 
     def find(self, path: str, stream: Any) -> tuple[BlockSite, Partition, Folding | None]:
-        """Place and tokens of a block that runs again, and how its arguments are folded.
-
-        Raises:
-            LayoutError: it did not run with this stream before.
-        """
+        """Place, tokens and folds of a block that runs again; `LayoutError`: it did not run with this stream before."""
         key = StorageWeakRef(stream.untyped_storage()).cdata if isinstance(stream, Tensor) else 0
         if (path, key) not in self._notes:
             raise LayoutError(
                 f"{path} runs in a backward pass with tokens of which it is not known how they are shared out; use "
                 "enable_gradient_checkpointing() without moving what it saves to other memory"
             )
-        _, site, tokens, folding = self._notes[path, key]
-        return site, tokens, folding
+        return self._notes[path, key][1:]
 
 
 class ModelHooks:
@@ -152,7 +111,7 @@ class ModelHooks:
     """
 
     def __init__(
-        self, model: nn.Module, layout: TokenLayout, handler: Handler, chain: CallChain, fixed: str = ""
+        self, model: nn.Module, layout: TokenLayout, handler: SequenceParallel, chain: CallChain, fixed: str = ""
     ) -> None:
         self.model, self.layout, self.handler = model, layout, handler
         self.tokens_whole = False
@@ -279,7 +238,7 @@ class ModelHooks:
         regions = layout.regions
         for position, region in enumerate(regions):
             opens, closes = (not layout.alternating or position == end for end in (0, len(regions) - 1))
-            blocks = len(_blocks(self.model, region))
+            blocks = self._number_of_blocks(region)
             for index in range(blocks):
                 site = BlockSite(
                     model=layout.model,
@@ -295,6 +254,16 @@ class ModelHooks:
                 sites[site.path] = site
         self._of[id(layout)] = sites
         return sites
+
+    def _number_of_blocks(self, region: Region) -> int:
+        name = type(self.model).__name__
+        try:
+            blocks = self.model.get_submodule(region.blocks)
+        except AttributeError:
+            raise LayoutError(f"{name} has no block list {region.blocks!r}; its layout is of another version") from None
+        if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
+            raise LayoutError(f"{name}.{region.blocks} is not a list of at least one block")
+        return len(blocks)
 
 
 class _BlockRun:
@@ -358,15 +327,3 @@ def requires_grad(model: nn.Module, arguments: Arguments) -> bool:
         any(parameter.requires_grad for parameter in model.parameters())
         or any(isinstance(value, Tensor) and value.requires_grad for _, value in arguments.leaves())
     )
-
-
-def _blocks(model: nn.Module, region: Region) -> nn.ModuleList:
-    try:
-        blocks = model.get_submodule(region.blocks)
-    except AttributeError:
-        raise LayoutError(
-            f"{type(model).__name__} has no block list {region.blocks!r}; its layout is of another version"
-        ) from None
-    if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
-        raise LayoutError(f"{type(model).__name__}.{region.blocks} is not a list of at least one block")
-    return blocks

@@ -40,6 +40,10 @@ Sections = dict[str, dict[str, str]]
 
 # A message names so many of the things that differ.
 MAX_NAMED = 4
+# The section of which ranks hold other parts: those with the same part compare it.
+SLICES = "slices of weights"
+# The name of arguments by position that the call has no names for.
+POSITIONAL = "by position"
 # Settings about the origin of a component, which do not affect its results.
 _PLACES = ("name_or_path", "transformers_version", "hf_device_map", "deprecation_warnings", "files_loaded")
 
@@ -50,32 +54,29 @@ class _Digests:
 
     Attributes:
         place: its stage and tensor rank: ranks of one place hold the same parts of weights.
-        pipeline, parts: of every section that must agree on all ranks, and on ranks of one place.
+        sections: of every section of the pipeline.
         inputs: of every argument, and whether all of it went in there; None: a function, which stays.
         generators: of the default ones.
     """
 
     failed: str = ""
     place: tuple[int, int] = (0, 0)
-    pipeline: dict[str, str] = field(default_factory=dict)
-    parts: dict[str, str] = field(default_factory=dict)
+    sections: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, tuple[str, bool] | None] = field(default_factory=dict)
     generators: str = ""
 
 
 class AgreedInputs:
-    """Makes all ranks of a pipeline run the same call. Every rank makes one before weights are cut.
+    """Makes all ranks of a pipeline run the first rank's call. Every rank makes one before weights are cut.
 
     Args:
         mesh: its ranks; with ``"per-data-rank"`` those of one data group (`Mesh.data_group`).
-        policy: ``"strict"``: inputs that differ are refused by name; else every rank runs the first rank's inputs.
         cut: ids of the weights of which every rank holds another part already.
     """
 
-    def __init__(self, pipe: Any, mesh: Mesh, policy: str, cut: Collection[int] = ()) -> None:
+    def __init__(self, pipe: Any, mesh: Mesh, cut: Collection[int] = ()) -> None:
         self.pipe = pipe
         self.mesh = mesh
-        self.policy = policy
         self._weights = WeightDigests(pipe)
         # Weights as they were before they were cut: afterwards no rank has them.
         read = self._weights.look()
@@ -88,10 +89,7 @@ class AgreedInputs:
         self._warned: set[tuple[str, ...]] = set()
 
     def placed(self, spread: Callable[[], Collection[int]], moved: Callable[[], Collection[int]]) -> None:
-        """All weights have been cut: ``spread`` gives the ids of those of which every rank holds another part now.
-
-        ``moved`` gives those that some ranks hold, or that come and go.
-        """
+        """All weights have been cut: ids of those that are ``spread`` over ranks now, and of those that come and go."""
         self._spread, self._moved = spread, moved
         self._weights.look(adopt=True)
 
@@ -102,16 +100,14 @@ class AgreedInputs:
             undo: is to be closed when the call is over: puts back default generators that were moved.
 
         Raises:
-            InputError: on all ranks alike; the pipelines differ (weights, settings of a component, adapters), or, under
-                ``"strict"``, the inputs do; or an argument that differs cannot be sent.
+            InputError: on all ranks alike; the pipelines differ (weights, settings of a component, adapters), or an
+                argument that differs cannot be sent.
         """
         link = self.mesh.world
         if link.size == 1:
             return args, kwargs
         given = _named(self.pipe, args, kwargs)
         every = self.compare(link, given)
-        if self.policy == "strict":
-            return args, kwargs
         self._warn(every, link)
         first, me = every[0], every[link.rank]
         # Functions, and values equal on all ranks, are not sent.
@@ -124,69 +120,55 @@ class AgreedInputs:
         moved = any(other.generators != first.generators for other in every)
         if travelling or moved:
             given.update(self._received(link, travelling, given, undo if first.generators != me.generators else None))
-        numbers = sorted((name for name in given if name.startswith("number ")), key=lambda name: int(name[7:]))
-        return tuple(given.pop(name) for name in numbers), given
+        return given.pop(POSITIONAL, ()), given
 
     # --- comparing -------------------------------------------------------------------------------------------
 
     def compare(self, link: Link, given: Mapping[str, Any] | None = None) -> list[_Digests]:
-        """Every rank's digests of its pipeline, and of the arguments ``given`` by name. Collective.
-
-        Args:
-            link: ranks that need not be those that share a call.
+        """Every rank's digests of its pipeline, and of the arguments ``given`` by name. Collective over any link.
 
         Raises:
-            InputError: on all ranks alike; the pipelines differ, or, under ``"strict"``, the inputs.
+            InputError: on all ranks alike; the pipelines differ, or a rank's cannot be compared.
         """
-        sections, parts, own = self._own(given)
+        sections, own = self._own(given)
         every: list[_Digests] = link.all_gather_object(own)
-        _refuse_failed([other.failed for other in every], link)
+        ranked = zip(link.ranks, every, strict=True)
+        if failed := [f"rank {rank}: {other.failed}" for rank, other in ranked if other.failed]:
+            raise InputError(
+                f"the ranks cannot compare their calls: {'; '.join(failed)}; pass plain values and tensors"
+            )
         wrong: list[str] = []
-        places = [other.place for other in every]
-        for which, mine, among in (("pipeline", sections, None), ("parts", parts, places)):
-            differing = rank_differences([getattr(other, which) for other in every], link.ranks, among)
+        for name in dict.fromkeys(name for other in every for name in other.sections):
+            among = [other.place for other in every] if name == SLICES else None
+            differing = rank_differences([{name: other.sections.get(name)} for other in every], link.ranks, among)
             if differing:
                 # Rare, so another message may find the difference.
-                details = link.all_gather_object({name: mine.get(name, {}) for name in differing})
-                for name, phrase in differing.items():
-                    inside = [
-                        field
-                        for field in rank_differences([each[name] for each in details], link.ranks, among)
-                        if field
-                    ]
-                    more = f" and {len(inside) - MAX_NAMED} more" if len(inside) > MAX_NAMED else ""
-                    wrong.append(f"{name} ({phrase}){': ' * bool(inside)}{', '.join(inside[:MAX_NAMED])}{more}")
-        if self.policy == "strict":
-            random = "the default random generator"
-            strict = [{**{f"argument {n}": i for n, i in o.inputs.items()}, random: o.generators} for o in every]
-            wrong += [f"{name} ({phrase})" for name, phrase in rank_differences(strict, link.ranks).items()]
+                details = rank_differences(link.all_gather_object(sections.get(name, {})), link.ranks, among)
+                inside = [*filter(None, details)]
+                more = f" and {len(inside) - MAX_NAMED} more" if len(inside) > MAX_NAMED else ""
+                wrong.append(f"{name} ({differing[name]}){': ' * bool(inside)}{', '.join(inside[:MAX_NAMED])}{more}")
         if wrong:
-            raise InputError(
-                f"the ranks disagree on {'; '.join(wrong)}. Load the same pipeline and pass the same inputs on every "
-                "rank" + (", or use inputs='broadcast' to run rank 0's" if self.policy == "strict" else "")
-            )
+            raise InputError(f"the ranks disagree on {'; '.join(wrong)}. Load the same pipeline on every rank")
         return every
 
-    def _own(self, given: Mapping[str, Any] | None) -> tuple[Sections, Sections, _Digests]:
+    def _own(self, given: Mapping[str, Any] | None) -> tuple[Sections, _Digests]:
         """This rank's `_sections`, and digests of them and of the arguments, or why there are none."""
         sections: Sections = {}
-        parts: Sections = {}
         digests = _Digests(place=(self.mesh.pipe.rank, self.mesh.tensor.rank))
         doing = "its pipeline"
         try:
-            sections, parts = self._sections()
-            digests.pipeline, digests.parts = _digests(sections), _digests(parts)
+            sections = self._sections()
+            digests.sections = _digests(sections)
             for name, value in (given or {}).items():
                 doing = f"argument {name}"
-                # Under "strict" functions are compared by name.
-                digests.inputs[name] = compared(value) if self.policy == "strict" or not callable(value) else None
+                digests.inputs[name] = None if callable(value) else compared(value)
             digests.generators = digest(default_states(self.mesh.device)) if given is not None else ""
         except Exception as error:
             digests = _Digests(f"{doing} cannot be compared ({shortened(error, with_kind=True)})")
-        return sections, parts, digests
+        return sections, digests
 
-    def _sections(self) -> tuple[Sections, Sections]:
-        """Digests of the pipeline itself, which no broadcast can repair: whole weights, and split weights."""
+    def _sections(self) -> Sections:
+        """Digests of the pipeline itself, which no broadcast can repair."""
         spread, moved = self._spread(), self._moved()
         weights, slices = {}, {}
         for name, (weight, which) in self._weights.look().items():
@@ -202,7 +184,8 @@ class AgreedInputs:
             "weights": weights,
             **self._settings(),
             "LoRA adapters": _digests(adapters(self.pipe)),
-        }, {"slices of weights": slices}
+            SLICES: slices,
+        }
 
     def _settings(self) -> Sections:
         """Digests of everything except weights that affects the components, one section per component.
@@ -253,7 +236,7 @@ class AgreedInputs:
         if link.rank > 0 or not names or names in self._warned:
             return
         self._warned.add(names)
-        hint = self.mesh.config.data > 1 and self.policy == "broadcast"
+        hint = self.mesh.config.data > 1 and self.mesh.config.inputs == "broadcast"
         warnings.warn(
             f"the ranks were given different inputs, and all of them run rank {link.ranks[0]}'s: "
             + _arguments_in_words(differing)
@@ -269,40 +252,27 @@ class AgreedInputs:
         self, link: Link, names: Sequence[str], arguments: Mapping[str, Any], undo: ExitStack | None
     ) -> dict[str, Any]:
         """The first rank's arguments of these names; until ``undo`` is closed its default generators, too."""
-        message: Any = None
-        name = failed = ""
+        packed: dict[str, bytes] = {}
+        name = refused = ""
         if link.rank == 0:
-            packed: dict[str, bytes] = {}
             try:
                 for name in names:
                     packed[name] = pickle.dumps(tree_map(_packed, arguments[name]))
-                message = packed, default_states(self.mesh.device)
             except Exception as error:
-                failed = f"argument {name} cannot be sent to other ranks ({shortened(error, with_kind=True)})"
-        message, refused = link.broadcast_object([message, failed])
+                refused = f"argument {name} cannot be sent to other ranks ({shortened(error, with_kind=True)})"
+        packed, states, refused = link.broadcast_object([packed, default_states(self.mesh.device), refused])
         if refused:
-            raise InputError(f"{refused}; make it on every rank and use inputs='strict', or leave it out")
-        packed, states = message
+            raise InputError(f"{refused}; leave it out, or make the same on every rank and use inputs='trust'")
         received: dict[str, Any] = {}
-        if link.rank > 0:
-            try:
-                for name in names:
-                    # On this rank's devices, and its own value part by part where it has the same parts.
-                    places = dict(tree_flatten_with_path(arguments.get(name))[0])
-                    unpack = partial(_unpacked, places, self.mesh.device)
-                    received[name] = tree_map_with_path(unpack, pickle.loads(packed[name]))
-                if undo is not None:
-                    undo.callback(set_default_states, self.mesh.device, default_states(self.mesh.device))
-                    set_default_states(self.mesh.device, states)
-            except Exception as error:
-                failed = f"argument {name} cannot be received ({shortened(error, with_kind=True)})"
-        _refuse_failed(link.all_gather_object(failed), link)
+        for name in names if link.rank > 0 else ():
+            # On this rank's devices, and its own value part by part where it has the same parts.
+            places = dict(tree_flatten_with_path(arguments.get(name))[0])
+            unpack = partial(_unpacked, places, self.mesh.device)
+            received[name] = tree_map_with_path(unpack, pickle.loads(packed[name]))
+        if undo is not None:
+            undo.callback(set_default_states, self.mesh.device, default_states(self.mesh.device))
+            set_default_states(self.mesh.device, states)
         return received
-
-
-def _refuse_failed(failed: Sequence[str], link: Link) -> None:
-    if wrong := [f"rank {rank}: {words}" for rank, words in zip(link.ranks, failed, strict=True) if words]:
-        raise InputError(f"the ranks cannot compare their calls: {'; '.join(wrong)}; pass plain values and tensors")
 
 
 def rank_differences(
@@ -392,10 +362,10 @@ def adapters(pipe: Any) -> dict[str, Any]:
 
 
 def _named(pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name; positional ones by number where the call will not take them."""
+    """All arguments by name; those by position as one where the call will not take them."""
     names: Sequence[str] = parameter_names(type(pipe).__call__)[: len(args)]
     if len(names) < len(args) or not kwargs.keys().isdisjoint(names):
-        names = [f"number {number}" for number in range(1, len(args) + 1)]
+        return {POSITIONAL: args, **kwargs}
     return {**dict(zip(names, args, strict=True)), **kwargs}
 
 
@@ -444,21 +414,17 @@ class SameInputs(Strategy):
         return config.world_size > 1 and config.inputs != "trust"
 
     def prepare(self, pipe: Any) -> None:
-        if pipe is not None:
-            # Weights are hashed before any are cut.
-            self._agreed[id(pipe)] = AgreedInputs(
-                pipe, self.context.mesh, self.context.config.inputs, self._cut_by_load()
-            )
-
-    def _cut_by_load(self) -> set[int]:
-        """Ids of weights that `ditmesh.load` has cut: they differ from rank to rank, as they should."""
-        degree, ids = self.context.mesh.tensor.size, set[int]()
+        if pipe is None:
+            return
+        # Weights that `ditmesh.load` has cut differ from rank to rank, as they should.
+        degree, cut = self.context.mesh.tensor.size, set[int]()
         for model in self.context.models:
             names = spread_parameters(model.model, model.layout)
             names |= already_cut(model.model, degree) if degree > 1 else set()
-            ids.update(id(model.model.get_parameter(name)) for name in names)
-            ids.update(id(parameter) for parameter in model.model.parameters() if hasattr(parameter, IN_PIECES))
-        return ids
+            cut.update(id(model.model.get_parameter(name)) for name in names)
+            cut.update(id(parameter) for parameter in model.model.parameters() if hasattr(parameter, IN_PIECES))
+        # Weights are hashed before any others are cut.
+        self._agreed[id(pipe)] = AgreedInputs(pipe, self.context.mesh, cut)
 
     def _spread(self) -> set[int]:
         """Ids of weights that are currently split over ranks."""
@@ -478,13 +444,12 @@ class SameInputs(Strategy):
         return set() if encoders is None else encoders.moved()
 
     def attach(self, pipe: Any, undo: ExitStack) -> None:
-        mesh, policy = self.context.mesh, self.context.config.inputs
         # Weights are where they will be.
-        agreed = self._agreed.get(id(pipe)) or AgreedInputs(pipe, mesh, policy, self._spread() | self._moved())
+        agreed = self._agreed.get(id(pipe)) or AgreedInputs(pipe, self.context.mesh, self._spread() | self._moved())
         self._agreed[id(pipe)] = agreed
         undo.callback(self._agreed.pop, id(pipe))
         agreed.placed(self._spread, self._moved)
-        if policy == "per-data-rank":
+        if self.context.config.inputs == "per-data-rank":
             # From here on no data group waits for another.
             agreed.compare(self.context.job.world)
 

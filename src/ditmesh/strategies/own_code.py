@@ -16,11 +16,7 @@ from ..errors import LocalTokensWarning
 
 
 class OwnCode:
-    """The user's code on the modules of a model's blocks; said once for each place.
-
-    Args:
-        lists: paths of the model's block lists.
-    """
+    """The user's code on the modules of a model's block lists (paths); said once for each place."""
 
     def __init__(self, model: nn.Module, lists: Iterable[str]) -> None:
         self._model = type(model).__name__
@@ -34,8 +30,15 @@ class OwnCode:
 
     def warn(self, whole: bool) -> None:
         """Warn of what has come since the last call; ``whole``: only samples are shared out, tokens stay together."""
-        found = [(place, what) for place, module in self._modules for what in _put_on(module)]
-        new = [one for one in found if one not in self._said]
+        code: list[tuple[str, str]] = []
+        for place, module in self._modules:
+            held = vars(module)
+            for kind, what in (("_forward_pre_hooks", "a pre-hook"), ("_forward_hooks", "a hook")):
+                if held[kind] and not all(map(is_of_libraries, held[kind].values())):
+                    code.append((place, what))
+            if "forward" in held and not is_of_libraries(held["forward"]):
+                code.append((place, "a forward"))
+        new = [each for each in code if each not in self._said]
         if not new:
             return
         self._said.update(new)
@@ -57,12 +60,3 @@ class OwnCode:
             LocalTokensWarning,
             stacklevel=2,
         )
-
-
-def _put_on(module: nn.Module) -> Iterable[str]:
-    held = vars(module)
-    for kind, what in (("_forward_pre_hooks", "a pre-hook"), ("_forward_hooks", "a hook")):
-        if held[kind] and not all(map(is_of_libraries, held[kind].values())):
-            yield what
-    if "forward" in held and not is_of_libraries(held["forward"]):
-        yield "a forward"

@@ -24,7 +24,6 @@ from ..attention import masks
 from ..attention.kernels import LocalAttention
 from ..attention.kernels.lse import attend_each_alone
 from ..attention.mixer import Tiles
-from ..comm import Link
 from ..comm.autograd import gather_features
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
@@ -128,10 +127,7 @@ class TileCut(TokenCut):
     def _by_tile(self, site: BlockSite, stream: Stream, arguments: Arguments, count: int) -> Partition:
         """A stream's tokens on every tile; ``count`` tiles, if the main stream has been cut."""
         tokens = arguments.get(stream.arg).shape[stream.dim]
-        if stream is site.region.main and site.region.grid is not None:
-            rows, cols = self.grid(site, site.region.grid, arguments, tokens)
-            lengths = tuple(count * cols for count in even_cut(rows, min(self.config.tiles, rows)))
-        elif stream is site.region.main:
+        if stream is site.region.main:
             lengths = self._tile_lengths(tokens)
         else:
             # Thin pieces cost less than a copy of the text on every tile.
@@ -181,16 +177,12 @@ class TiledSequence(SequenceParallel):
         streams = self._call.tokens.select(tokens)
         key = (id(tensor), dim, tokens)
         if key not in self._call.cuts:
-            self._call.cuts[key] = (tensor, tiled.cut(tensor, streams, dim, self._sequence))
+            self._call.cuts[key] = (tensor, tiled.cut(tensor, streams, dim, self.mesh.sequence))
         return self._call.cuts[key][1]
 
     def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
         # All ranks compute the same loss from gathered tensors.
-        return gather_features(self._sequence, value, tokens.lengths, stream.dim)
-
-    @property
-    def _sequence(self) -> Link:
-        return self.mesh.sequence
+        return gather_features(self.mesh.sequence, value, tokens.lengths, stream.dim)
 
     # --- a block, once for every tile ------------------------------------------------------------------------
 
@@ -276,15 +268,13 @@ class TiledSequence(SequenceParallel):
         for planned in region.cuts:
             value = arguments.get(planned.arg)
             if isinstance(value, Tensor) and planned.ndim in (None, value.dim()):
-                spread(planned.arg, self._once(value, planned.dim % value.dim(), planned.tokens, site.path))
+                dim, tokens = planned.dim % value.dim(), planned.tokens
+                spread(planned.arg, self._once(value, dim, tokens, partial(self._split, value, dim, tokens, site.path)))
         for counted in region.counts:
             value = arguments.get(counted.arg)
             if isinstance(value, int):
                 tokens = tiles.select((counted.stream,))
                 spread(counted.arg, [tokens_of_part(counted, value, tokens, tile) for tile in range(tiles.parts)])
-        if region.grid is not None:
-            cols = arguments.get(region.grid.cols)
-            spread(region.grid.rows, [length // cols for length in tiles.select((region.main.name,)).lengths])
         return parts
 
     def _results(self, region: Region, outputs: list[Any]) -> Any:
@@ -324,10 +314,18 @@ class TiledSequence(SequenceParallel):
             )
 
     def _for_each(self, value: Tensor) -> list[Tensor]:
-        """A tensor that all ranks have, for every tile: made once per list of blocks."""
-        key = (id(value), -1, (self._site.region.blocks,))
+        """A tensor that all ranks have, for every tile."""
+        runs, link = tuple(self._tiles.runs), self.mesh.sequence
+        return self._once(value, -1, (), lambda: tiled.for_each(value, runs, link))
+
+    def _once(
+        self, value: Tensor, dim: int, tokens: tuple[str, ...], pieces: Callable[[], list[Tensor]]
+    ) -> list[Tensor]:
+        """The pieces of a tensor that every block is given, made once per list of blocks."""
+        # Whether tiles are laid out again for the next list depends on the ranks.
+        key = (id(value), dim, (*tokens, self._site.region.blocks))
         if key not in self._tiles.cuts:
-            self._tiles.cuts[key] = (value, tiled.for_each(value, tuple(self._tiles.runs), self._sequence))
+            self._tiles.cuts[key] = (value, pieces())
         return self._tiles.cuts[key][1]
 
     def _split(self, part: Tensor, dim: int, tokens: tuple[str, ...], what: str) -> list[Tensor]:
@@ -344,14 +342,6 @@ class TiledSequence(SequenceParallel):
         if tracked(part):
             return tiled.split(part, tiles, dim)
         return [aligned(tiles.take(part, dim, tile)) for tile in range(tiles.parts)]
-
-    def _once(self, part: Tensor, dim: int, tokens: tuple[str, ...], what: str) -> list[Tensor]:
-        """`_split` of a tensor that every block is given: done once per list of blocks."""
-        # Whether tiles are laid out again for the next list depends on the ranks.
-        key = (id(part), dim, (*tokens, self._site.region.blocks))
-        if key not in self._tiles.cuts:
-            self._tiles.cuts[key] = (part, self._split(part, dim, tokens, what))
-        return self._tiles.cuts[key][1]
 
     def _products(self, asked: Sequence[_LinearInput]) -> list[Tensor]:
         """The linear's output for every tile; computed once where all tiles give it the same input, without tokens.
@@ -393,10 +383,9 @@ class TiledSequence(SequenceParallel):
     def _meet(self, asked: list[Any]) -> list[Tensor]:
         """The point at which all tiles of this rank wait: a linear layer, or attention."""
         site = self._site
-        what = [one.linear if isinstance(one, _LinearInput) else _AttentionInput for one in asked]
-        if any(one is not what[0] for one in what):
+        if len({one.linear if isinstance(one, _LinearInput) else None for one in asked}) > 1:
             raise LayoutError(f"{site.path}: its tiles call different modules; it cannot run tile by tile")
-        return self._attend_tiles(site, asked) if what[0] is _AttentionInput else self._products(asked)
+        return self._products(asked) if isinstance(asked[0], _LinearInput) else self._attend_tiles(site, asked)
 
     def _attend_tiles(self, site: BlockSite, asked: list[_AttentionInput]) -> list[Tensor]:
         """Attention for all tiles of this rank, together with the other ranks."""
@@ -406,10 +395,8 @@ class TiledSequence(SequenceParallel):
         # The streams of queries and keys by tile, as the call has them.
         queries, keys = (
             tokens if planned.ragged is None else only(tokens, planned.ragged, sample, tokens, run.start)
-            for tokens, sample in (
-                (tiles.tokens.select(planned.queries), first.q),
-                (tiles.tokens.select(planned.keys), first.k),
-            )
+            for names, sample in ((planned.queries, first.q), (planned.keys, first.k))
+            for tokens in [tiles.tokens.select(names)]
         )
         for tile, request in zip(run, asked, strict=True):
             if request.index != first.index:
@@ -441,7 +428,7 @@ class TiledSequence(SequenceParallel):
         if not recorded:
             return attend(q, k, v)
         kernel, runs = self.kernel.kernel, tuple(tiles.runs)
-        call = AttentionOfTiles(attend, queries, keys, runs, self._sequence, kernel, mask_of, first.scale)
+        call = AttentionOfTiles(attend, queries, keys, runs, self.mesh.sequence, kernel, mask_of, first.scale)
         return call.recorded(q, k, v)
 
     def _agreed(self, tensor: Tensor, tokens: Partition) -> Tensor:
@@ -587,14 +574,11 @@ class ReproducibleSequence(ExactSequence):
 
 
 def check_tiles(layout: TokenLayout) -> None:
-    """Reject reproducible mode for blocks that cannot run tile by tile.
-
-    Raises:
-        ConfigError: names the obstacle.
-    """
+    """Reject reproducible mode for blocks that cannot run tile by tile: `ConfigError` names the obstacle."""
     for region in layout.regions:
         names = [leaf.module for leaf in region.leaves]
         names += [stream.arg for stream in region.streams if stream.folded]
+        names += [region.grid.rows] if region.grid else []
         if names:
             raise ConfigError(
                 f"{layout.model} mixes tokens outside attention ({', '.join(names)}), so its blocks cannot run "

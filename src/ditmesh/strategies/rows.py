@@ -63,15 +63,14 @@ class _StepCalls:
 class _Branches:
     """The branches of guidance of one request: calls of the step before and of this one, which is number ``at``.
 
-    ``modules`` and ``attention`` are those of the transformer, once they are known; ``mistaken`` says on the device
-    whether a timestep that was taken for granted was another one.
+    ``modules`` are those of the transformer, once they are known; ``mistaken`` says on the device whether a timestep
+    that was taken for granted was another one.
     """
 
     before: _StepCalls = field(default_factory=_StepCalls)
     now: _StepCalls = field(default_factory=_StepCalls)
     at: tuple[int, int] | None = None
     modules: list[tuple[str, nn.Module]] | None = None
-    attention: list[nn.Module] | None = None
     mistaken: Tensor | None = None
 
 
@@ -182,8 +181,7 @@ class BatchParallel:
 
         Calls that differ in nothing, or in the latents themselves (a sampler that asks twice at one timestep), are not
         branches of guidance. Calls of a model that was changed in between (guidance by skipped layers hangs hooks on it
-        for one branch only) cannot be run ahead of that change. ``given`` are the first call's arguments of the step
-        behind it, ``latents`` the name of the transformer's first argument.
+        for one branch only) cannot be run ahead of that change. ``given`` are of the first call of the next step.
         """
         if len(step.calls) < 2:
             return []
@@ -233,14 +231,10 @@ class BatchParallel:
 
     def _state(self, arguments: Arguments) -> tuple[tuple[Any, ...], bool]:
         """What a call depends on besides values, and whether an object or a hook may keep tensors from call to call."""
-        of = self._of.value
-        if of.modules is None:
-            # Modules do not come and go within a request.
-            of.modules = list(self.model.named_modules())
         objects = [(path, value) for path, value in arguments.others() if not isinstance(value, _PLAIN)]
         state: list[Any] = [(path, argument_kind(value)) for path, value in objects]
         stateful = any(callable(value) or holds_tensors(value) for _, value in objects)
-        for path, module in of.modules:
+        for path, module in self._modules():
             # Keys of torch's hooks are never used twice: a hook that is registered again is another one.
             state += [(path, *hooks) for hooks in (module._forward_pre_hooks, module._forward_hooks) if hooks]
             for name, hook in diffusers_hooks(module).items():
@@ -251,6 +245,13 @@ class BatchParallel:
                 scales = tuple(getattr(module, "scaling", {}).items())
                 state.append((path, *adapters, getattr(module, "disable_adapters", False), scales))
         return tuple(state), stateful
+
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        """The transformer's modules, which do not come and go within a request."""
+        of = self._of.value
+        if of.modules is None:
+            of.modules = list(self.model.named_modules())
+        return of.modules
 
     # --- rows --------------------------------------------------------------------------------------------------
 
@@ -299,10 +300,8 @@ class BatchParallel:
         """
         if any(getattr(hook, "is_guidance_distilled", None) is False for hook in diffusers_hooks(self.model).values()):
             return True
-        of = self._of.value
-        if of.attention is None:
-            of.attention = [module for module in self.model.modules() if hasattr(module, "processor")]
-        return any(type(module.processor).__name__.startswith("PAG") for module in of.attention)
+        processors = (vars(module).get("processor") for _, module in self._modules())
+        return any(type(processor).__name__.startswith("PAG") for processor in processors)
 
     def _cut(self, value: Any, take: slice, dim: int, batch: int) -> Any:
         """An argument of some of the samples; the same tensor as in the step before, if the argument is."""
@@ -325,17 +324,15 @@ def _rows_of(arguments: Arguments) -> int:
 
 
 def batched_in(arguments: Arguments, batch: int, layout: TokenLayout) -> dict[str, int]:
-    """The arguments that have a row or several per sample, by path with the dimension: lists, and tensors.
-
-    Args:
-        arguments: of a call of a transformer.
-    """
+    """The arguments of a transformer's call that have a row or several per sample, by path with the dimension."""
     listed, known = layout.listed, (*layout.unbatched, *layout.listed)
 
     def has_rows(path: str, value: Any) -> bool:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return False
         if any(covers(name, path) for name in layout.grouped):
-            return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] % batch == 0
-        return _has_rows(value, batch) and not any(covers(name, path) for name in known)
+            return value.shape[0] % batch == 0
+        return value.shape[0] == batch and not any(covers(name, path) for name in known)
 
     paths = [path for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch]
     paths += [path for path, value in arguments.leaves() if has_rows(path, value)]
@@ -344,12 +341,7 @@ def batched_in(arguments: Arguments, batch: int, layout: TokenLayout) -> dict[st
 
 
 def _share_rows(
-    batch: int,
-    link: Link,
-    one_by_one: bool,
-    run: Callable[[slice], Any],
-    listed: bool = False,
-    in_step: bool = False,
+    batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any], listed: bool = False, in_step: bool = False
 ) -> Any:
     """The result of ``run`` for all rows of a batch; it is called with this rank's rows, or with single rows.
 
@@ -369,10 +361,6 @@ def _share_rows(
     else:
         output = run(take)
     return tree_map(lambda part: _gathered(part, shares, link), output, is_leaf=leaf)
-
-
-def _has_rows(value: Any, batch: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
 
 
 def some_rows(value: Any, take: slice, dim: int = 0) -> Any:
@@ -430,10 +418,6 @@ class BatchRows(Strategy):
 
     name = "data and cfg"
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.rows: list[BatchParallel] = []
-
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
         # On one device in reproducible mode, too: its rows run one by one.
@@ -443,7 +427,6 @@ class BatchRows(Strategy):
         context = self.context
         for model in context.models:
             rows = model.add(BatchParallel(model, context.mesh, context.clock, context.config.reproducible))
-            self.rows.append(rows)
             undo.callback(model.chain.add(rows.around_call))
 
     def before_training(self, model: nn.Module, arguments: Arguments) -> None:
@@ -454,15 +437,15 @@ class BatchRows(Strategy):
             )
 
     def notes(self) -> list[str]:
-        return [idle for rows in self.rows if (idle := rows.idle())]
+        return [idle for model in self.context.models if (idle := model.get(BatchParallel).idle())]
 
     def begin_request(self, request: Request) -> None:
-        for rows in self.rows:
-            rows.begin_request()
+        for model in self.context.models:
+            model.get(BatchParallel).begin_request()
 
     def end_request(self, failed: bool) -> None:
-        for rows in self.rows:
-            rows.end_request(failed)
+        for model in self.context.models:
+            model.get(BatchParallel).end_request(failed)
 
 
 class DecodedRows(Strategy):
@@ -494,7 +477,8 @@ class DecodedRows(Strategy):
             def run(take: slice) -> Any:
                 def part(value: Any) -> Any:
                     # Whatever has a row per sample goes with it: the noise level of a decoder that removes noise.
-                    return some_rows(value, take) if _has_rows(value, batch) else value
+                    rowed = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
+                    return some_rows(value, take) if rowed else value
 
                 return patch.original(part(rows), *map(part, args), **{name: part(kwargs[name]) for name in kwargs})
 

@@ -1,8 +1,7 @@
 """Checks for the same latents in every step, and the same result, on every rank; callbacks may change them.
 
-The ranks' inputs are compared before a request (`inputs`). Between two steps a callback may give each rank other
-latents, and an image that is made of several is that of no device. In every step a few sums of the latents that the
-transformer is called with are kept on the device. When the request is over they are read, and compared once.
+A few sums of the latents that the transformer is called with are kept on the device. When the request is over they are
+read, and compared once.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class SameLatents(Strategy):
         link = self.context.mesh.world
         if failed or noted is None or link.size == 1:
             return
-        mine = {**{key: one for key, (one, _) in noted.items()}, **{(-1, n): one for n, one in enumerate(result)}}
+        mine = {key: sums for key, (sums, _) in noted.items()} | {(-1, n): sums for n, sums in enumerate(result)}
         every: list[Mapping[tuple[int, int], Tensor]] = link.all_gather_object(_on_the_host(mine))
         # In the order of the steps; the result comes last.
         for step, number in sorted(every[0], key=lambda key: (key[0] < 0, key)):

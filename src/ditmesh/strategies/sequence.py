@@ -1,4 +1,4 @@
-"""Exact sequence parallelism: Ulysses, ring, and both together (USP).
+"""Exact sequence parallelism: Ulysses, ring, both together (USP), and gathered keys.
 
 Every rank carries a run of each stream's tokens through the blocks; only attention looks at other ranks'
 tokens. USP (Fang & Zhao 2024, arXiv:2405.07719): heads are traded inside a Ulysses group, keys and values
@@ -31,11 +31,11 @@ from ..layout import Attention, Leaf, Region, Stream, TokenLayout
 from ..layout.forms import dtype_class
 from ..parts.own_tokens import OwnTokens, PerToken
 from . import token_mixers as leaves
-from .balance import EQUAL_SPEEDS, Balance
+from .balance import Balance
 from .base import ParallelModel
 from .coverage import Coverage
 from .heads import check_heads, heads_of
-from .hooks import BlockSite, BlockSkipped, Handler
+from .hooks import BlockSite, BlockSkipped
 from .token_cuts import TokenCut, only, tokens_of_part
 from .tokens import TokenStrategy
 
@@ -47,11 +47,10 @@ class _CutTensors:
     Attributes:
         tokens: the streams, by sequence rank.
         cuts: id of a whole tensor (and how it was cut) -> the tensor, kept so that its id stays its own, and the cut.
-        entered: the span of blocks that has been entered and not yet left.
+        entered: the span of blocks that has been entered and not yet left; ``tiles``: its tiles in reproducible mode.
         attention, attention_calls: that the block in progress is going to make, and how many it has made.
         residuals: how what the model adds between blocks was cut.
         ran: whether the block in progress runs here, and not on another stage.
-        tiles: of the span, in reproducible mode.
     """
 
     tokens: Partition = field(default_factory=lambda: Partition(()))
@@ -67,7 +66,7 @@ class _CutTensors:
 
 
 class SequenceParallel:
-    """Handler of one transformer's block region and attention calls."""
+    """Handler of one transformer's hooks: its call, its blocks and their attention."""
 
     # Whether `attend_distributed` wants to see keys and values even when all tokens are here.
     keeps_keys = False
@@ -88,16 +87,13 @@ class SequenceParallel:
         self.passive = self.link.size == 1 and not self.keeps_keys and config.attention in (None, "native")
         # Ranks with slices of the same weights work on the same tokens: all of them have to agree.
         agree = mesh.sequence if mesh.tensor.size == 1 else mesh.world
-        self.balance = Balance(
-            config.speeds, agree, mesh.device, mesh.sequence.size, mesh.sequence.rank, band=EQUAL_SPEEDS
-        )
+        self.balance = Balance(config.speeds, agree, mesh.device, mesh.sequence.size, mesh.sequence.rank)
         self.token_cut = TokenCut(config, self.link, self.balance)
         # Whether the call in progress has the arguments, timestep and latents apart, of the step before.
         self.steady: Callable[[], bool] = lambda: False
         self._call = _CutTensors()
         # Image tokens of every sequence rank, as they were shared out last.
         self.shares: tuple[int, ...] = ()
-        self._nan: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         # While a block is timed it computes on this rank's tokens alone.
         self._timing = False
         # Shapes already checked against the layout: the check costs Python time, and shapes rarely change.
@@ -106,9 +102,11 @@ class SequenceParallel:
     # --- the transformer's call -------------------------------------------------------------------------
 
     def begin_call(self) -> None:
+        """The transformer's own forward is about to run."""
         self._call = _CutTensors()
 
     def before_call(self, layout: TokenLayout, arguments: Arguments) -> None:
+        """Cut those of the forward's arguments that the model adds to the tokens between blocks."""
         for blocks, planned in layout.residuals if self.link.size > 1 else ():
             region = next(region for region in layout.regions if region.blocks == blocks)
             for path, value in Arguments((), (), {planned.arg: arguments.get(planned.arg)}).leaves():
@@ -119,6 +117,7 @@ class SequenceParallel:
                     arguments.set(path, PerToken.of(value, own, planned.dim))
 
     def end_call(self) -> None:
+        """The transformer's own forward has returned."""
         # If the last block of a region never ran, the model went on with a part of the tokens.
         entered, self._call = self._call.entered, _CutTensors()
         if entered is not None and self.link.size > 1:
@@ -134,9 +133,11 @@ class SequenceParallel:
         return self._call.site
 
     def tokens(self) -> Partition:
+        """The streams of the call in progress, by sequence rank."""
         return self._call.tokens
 
     def resume(self, site: BlockSite, tokens: Partition) -> None:
+        """A block is about to run again, after its call, with what `tokens` was then."""
         # A first block cuts them again, if it did so before.
         cuts = site.is_first and not site.fed_by_previous
         self._call = _CutTensors() if cuts else _CutTensors(tokens, entered=site.span)
@@ -200,10 +201,7 @@ class SequenceParallel:
                 output = with_result(output, stream, self._gather(value, tokens, stream))
             elif self.link.size > 1:
                 # The layout says that this is unused after the region; NaN makes a wrong layout visible.
-                key = value.dtype, value.device
-                if key not in self._nan:
-                    self._nan[key] = torch.full((), torch.nan, dtype=value.dtype, device=value.device)
-                output = with_result(output, stream, self._nan[key].expand_as(value))
+                output = with_result(output, stream, value.new_full((), torch.nan).expand_as(value))
         return output
 
     def _check_coverage(self, site: BlockSite) -> None:
@@ -293,7 +291,7 @@ class SequenceParallel:
             self._checked.add(key)
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
-        """Time the first block, on every rank at once, whenever the balance wants to know."""
+        """Stand in for a block's forward, between the hooks, to time the first one on every rank; returns the undo."""
         self.coverage.watch(site, block)
         if self.config.speeds != "auto" or self.link.size == 1 or not site.is_first or site.fed_by_previous:
             return lambda: None
@@ -314,6 +312,7 @@ class SequenceParallel:
     # --- modules that mix tokens without attention ---------------------------------------------------------
 
     def adapt(self, site: BlockSite, leaf: Leaf, module: nn.Module) -> Callable[[], None]:
+        """Make a module that mixes tokens without attention see those of other ranks; returns the undo."""
         if self.link.size == 1:
             return lambda: None
 
@@ -348,7 +347,11 @@ class SequenceParallel:
         index = self._next_call()
         if self.link.size == 1 and not self.keeps_keys:
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask, scale)
-        refuse_trained_mask(self._site, mask)
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+            raise LayoutError(
+                f"{self._site.path}: the attention mask requires a gradient, which does not pass through other ranks' "
+                "parts of it; detach the mask, or train on one device"
+            )
         return self._attend(index, self._planned(self._site, index), q_bhsd, k_bhsd, v_bhsd, mask, scale)
 
     def _next_call(self) -> int:
@@ -463,15 +466,6 @@ def _unknown(site: BlockSite, path: str, value: Any, tokens: Partition) -> str:
     return f"{site.path}: argument {path!r} is {what}{follows}, {advice}"
 
 
-def refuse_trained_mask(site: BlockSite, mask: Tensor | None) -> None:
-    """Refuse an attention mask that requires a gradient, of which a rank has a part."""
-    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        raise LayoutError(
-            f"{site.path}: the attention mask requires a gradient, which does not pass through other ranks' parts of "
-            "it; detach the mask, or train on one device"
-        )
-
-
 def result_of(output: Any, stream: Stream) -> Any:
     """The stream in a block's output; None if the block does not return it."""
     if not stream.returned:
@@ -504,7 +498,35 @@ class ExactSequence(TokenStrategy):
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
         check_heads(config, heads_of(model, layout), type(model).__name__)
 
-    def handler(self, model: ParallelModel) -> Handler:
+    def handler(self, model: ParallelModel) -> SequenceParallel:
         handler = self.kind(self.context.config, self.context.mesh)
         handler.steady = lambda: self.context.clock.call.steady
         return handler
+
+
+class GatherParallel(SequenceParallel):
+    """Handler of one transformer: keys are gathered over the ring axis; with Ulysses, those of a rank's heads.
+
+    As many bytes travel as round the ring, but before attention. In return any kernel computes it, over keys in the
+    order of one device; of grouped queries only the heads of the keys travel; and no number of heads limits the ranks
+    (Llama 3 trains so: arXiv:2407.21783, section 3.3.2).
+    """
+
+    travels = False
+
+    @property
+    def takes_key_heads(self) -> bool:
+        """True where heads are not traded, so that keys can travel with the few heads that they have."""
+        return self.mesh.ulysses.size == 1
+
+
+class GatheredSequence(ExactSequence):
+    """Gathered keys on the ring axis, with or without Ulysses."""
+
+    kind = GatherParallel
+    name = "gathered keys"
+    key, key_of_axis = "gather", "ring"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        return config.exchange == "gather"

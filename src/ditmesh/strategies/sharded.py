@@ -1,9 +1,8 @@
 """Weights that do not fit: every rank holds a part of each block's, and gathers a block's while it runs.
 
 After ZeRO's third stage and FSDP (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277), for
-inference: nothing is reduced, and the weights never change. The tensors of a block lie one after the other in memory
-that is cut evenly by bytes, so that sizes need not divide by anything. What arrives is used where it lies, and so is a
-rank's own part: only a tensor that lies on two ranks is copied.
+inference: nothing is reduced. The tensors of a block lie one after the other in memory that is cut evenly by bytes, and
+are used where they lie: only a tensor that lies on two ranks is copied.
 """
 
 from __future__ import annotations
@@ -117,8 +116,6 @@ class Packed:
 def balanced_order(sizes: Sequence[int], ranks: int) -> list[int]:
     """An order of tensors in which few lie on two ranks: each, the largest first, goes to the rank with least.
 
-    After Graham 1969, doi:10.1137/0117039.
-
     >>> balanced_order([6, 1, 1, 1, 1, 4, 4], 2)
     [0, 1, 2, 3, 5, 6, 4]
     """
@@ -144,8 +141,8 @@ class GatherGroup:
 def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()) -> list[GatherGroup]:
     """The parameters of a model that can be in pieces: those of every block, and of large layers outside of blocks.
 
-    Adapters (peft's) stay whole, and so do a parameter of several blocks, those that are used outside of their block
-    as well (``kept``, by id), and a module that is no layer. Works with weights that are not here. ``lists`` are paths.
+    Adapters (peft's) stay whole, and so do parameters of several blocks, those used outside of their block as well
+    (``kept``, by id), and modules that are no layers. Works without values. ``lists`` are paths.
     """
     blocks = [f"{path}.{name}" for path in lists for name, _ in model.get_submodule(path).named_children()]
     holders: dict[int, list[str]] = {}
@@ -222,13 +219,12 @@ class Unit:
     changes: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.changes = [_changes(part) for part in self.parts]
+        self.changes = [*map(_changes, self.parts)]
 
     def cut(self, rank: int) -> None:
         """Take this rank's part of tensors that are whole, and let go of them."""
         for number, source, target in self.packed.runs(rank):
-            flat = as_bytes(self.parts[number])
-            self.piece[target].copy_(flat[source])
+            self.piece[target].copy_(as_bytes(self.parts[number])[source])
         for part, (shape, _) in zip(self.parts, self.packed.specs, strict=True):
             setattr(part, IN_PIECES, torch.Size(shape))
         self.empty()
@@ -248,7 +244,7 @@ class Unit:
         """Let go of the tensors' values. They keep their dimensions: adapters are made by those."""
         for part, (shape, _) in zip(self.parts, self.packed.specs, strict=True):
             part.data = part.data.new_empty((0, *shape[1:]))
-        self.changes = [_changes(part) for part in self.parts]
+        self.changes = [*map(_changes, self.parts)]
 
     def check(self) -> None:
         """Reject tensors that were cast, moved or changed, because gathered weights would not show it."""
@@ -260,7 +256,7 @@ class Unit:
                     f"{part.dtype} on {part.device} now; call ditmesh.restore(...), cast or move them, and parallelise "
                     "again"
                 )
-        if self.changes != [_changes(part) for part in self.parts]:
+        if self.changes != [*map(_changes, self.parts)]:
             raise InputError(
                 f"the weights of {self.name} were changed while ranks hold them in pieces, so that the change "
                 "is lost; call ditmesh.restore(...), change them, and parallelize again"
@@ -268,19 +264,13 @@ class Unit:
 
 
 def _changes(tensor: Tensor) -> tuple[int, int]:
-    """How often a tensor was changed in place, and which memory it has, which an assignment to ``.data`` replaces.
-
-    Changes of a tensor that was made in inference mode are not counted by torch.
-    """
+    """How often a tensor was changed in place, and which memory it has, which an assignment to ``.data`` replaces."""
+    # torch does not count the changes of a tensor that was made in inference mode.
     return 0 if tensor.is_inference() else tensor._version, tensor.untyped_storage()._cdata
 
 
 def units_of(model: nn.Module, groups: Iterable[GatherGroup], link: Link) -> list[Unit]:
-    """The parts of whole weights that this rank is to hold; the others are let go of, block by block.
-
-    Raises:
-        InputError: a weight is of a kind that cannot be cut, or not there.
-    """
+    """The parts of whole weights that this rank is to hold; the others are let go of, block by block."""
     groups, units = list(groups), []
     # All of them before any is let go of.
     for name in (name for group in groups for name in group.parameters):
@@ -358,19 +348,23 @@ class ShardedWeights:
         self._always = [unit for unit in self.units if unit.modules == [model]]
         for unit in self.units:
             for module in unit.modules if unit not in self._always else ():
-                enter, leave = WeightHook(self._enter, unit), WeightHook(self._leave, unit)
+                # Hooks that stay where others go (`layout.derive.without_hooks`).
+                enter: Any = partial(self._enter, unit)
+                leave: Any = partial(self._leave, unit)
+                enter.brings_weights = leave.brings_weights = True
                 self._undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
                 self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
         error = InputError("saving would write empty weights, which ranks share in pieces; call ditmesh.restore(...)")
         self._undo.callback(refuse_saving(model, error))
         self._undo.callback(refuse_loading(model, self.spread, "this rank's piece"))
         self._undo.callback(refuse_reading(model, self.spread, "nothing, as its weights are in pieces on all ranks,"))
-        names = ("fuse_lora", "unfuse_lora", "fuse_qkv_projections")
-        self._undo.callback(wrap_methods(model, names, self._with_whole))
 
-    def _with_whole(self, _: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.whole():
-            return method(*args, **kwargs)
+        def with_whole(_: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self.whole():
+                return method(*args, **kwargs)
+
+        names = ("fuse_lora", "unfuse_lora", "fuse_qkv_projections")
+        self._undo.callback(wrap_methods(model, names, with_whole))
 
     def spread(self) -> set[int]:
         """Ids of the parameters that are in pieces."""
@@ -409,7 +403,7 @@ class ShardedWeights:
         self._finish()
         return output
 
-    def _enter(self, unit: Unit) -> None:
+    def _enter(self, unit: Unit, *_: Any) -> None:
         unit.running += 1
         if unit.running > 1:
             return
@@ -425,7 +419,7 @@ class ShardedWeights:
             if following is not None and following not in self._pending and not following.running:
                 self._start(following)
 
-    def _leave(self, unit: Unit) -> None:
+    def _leave(self, unit: Unit, *_: Any) -> None:
         unit.running = max(0, unit.running - 1)
         if not unit.running:
             self._release(unit)
@@ -434,13 +428,12 @@ class ShardedWeights:
         unit.running = 0
         if unit.lent:
             unit.empty()
-            self._give_back(unit, unit.lent)
+            self._spare.get(unit.packed.sizes, []).append(unit.lent)
             unit.lent = []
 
     def _start(self, unit: Unit) -> None:
         """Send this rank's piece, and let the others' come; in the same order on all ranks."""
         while len(self._pending) >= MAX_PENDING_GATHERS:
-            # Foreseen, and not wanted after all.
             self._take()
         if spare := self._spare.get(unit.packed.sizes):
             lent = spare.pop()
@@ -450,15 +443,11 @@ class ShardedWeights:
         self._pending[unit] = self.link.all_gather_async([unit.piece], lent), lent
 
     def _take(self) -> None:
-        """Take the oldest prefetched unit."""
-        unit, (transfer, lent) = next(iter(self._pending.items()))
-        del self._pending[unit]
+        """Take the oldest prefetched unit, which is not wanted after all."""
+        unit = next(iter(self._pending))
+        transfer, lent = self._pending.pop(unit)
         transfer.wait()
-        self._give_back(unit, lent)
-
-    def _give_back(self, unit: Unit, lent: list[list[Tensor]]) -> None:
-        if unit.packed.sizes in self._spare:
-            self._spare[unit.packed.sizes].append(lent)
+        self._spare.get(unit.packed.sizes, []).append(lent)
 
     def _finish(self) -> None:
         """Take prefetched units that were not needed, which other ranks have sent."""
@@ -485,11 +474,7 @@ class ShardedWeights:
                 unit.fill(gather_unit(unit, self.link), own=True)
 
     def close(self) -> None:
-        """Give every rank all weights again, bit for bit. Collective over the link; needs room for all of them.
-
-        Raises:
-            PeerError: pieces did not come; everything else is undone all the same, see `whole_or_refused`.
-        """
+        """Give every rank all weights again, bit for bit. Collective over the link; see `whole_or_refused`."""
         self._undo.close()
         self._abandoned.clear()
         self._spare.clear()
@@ -505,18 +490,6 @@ class ShardedWeights:
 def gather_unit(unit: Unit, link: Link) -> list[Tensor]:
     """All ranks' pieces of a unit. Collective."""
     return [part for (part,) in link.all_gather_list([unit.piece], [[(size,)] for size in unit.packed.sizes])]
-
-
-class WeightHook:
-    """A hook that gathers weights before a module's call, or lets go of them behind it; it stays where others go."""
-
-    brings_weights = True
-
-    def __init__(self, call: Callable[[Unit], None], unit: Unit) -> None:
-        self._call, self._unit = call, unit
-
-    def __call__(self, *_: Any) -> None:
-        self._call(self._unit)
 
 
 class ShardedModels(Strategy):

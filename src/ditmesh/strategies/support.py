@@ -45,9 +45,7 @@ def check_tested(model: str, config: ParallelConfig, recipe: Recipe, published: 
     """Reject combinations that are known to be wrong, and warn about untested ones.
 
     Args:
-        model: name of the transformer's class.
-        recipe: strategies to choose from.
-        published: whether it is diffusers' class, as it was tested; another class may have the name.
+        model: name of the transformer's class; ``published``: whether it is diffusers' class, as it was tested.
 
     Raises:
         ConfigError: the parity matrix found a wrong result for this class and combination.

@@ -6,12 +6,11 @@ the modules it always has, calls them as always, and gets what they return on on
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +29,6 @@ from .tensor.parallel import TensorParallel
 from .tensor.slices import plan_encoder
 
 _WAY_OUT = "use text_encoder='tensor' or 'sharded'"
-
-
-class PlacedEncoder(Protocol):
-    """A text encoder that is not as it was."""
-
-    def close(self) -> None:
-        """Make it whole on every rank again. Collective where ranks share it."""
-        ...
 
 
 def encoders_of(pipe: Any) -> dict[str, nn.Module]:
@@ -62,12 +53,7 @@ def in_pieces(module: nn.Module, link: Link) -> ShardedWeights:
 
 
 def in_slices(name: str, module: nn.Module, link: Link) -> TensorParallel:
-    """A text encoder that runs tensor-parallel: every rank holds a slice of each layer and computes with it.
-
-    Args:
-        name: of the component, for messages.
-        module: the encoder, whole on every rank.
-        link: all ranks call it together, with the same inputs.
+    """A text encoder, whole on every rank, tensor-parallel: a rank holds a slice of each layer and computes with it.
 
     Raises:
         ConfigError: no rule cuts its layers, or it has fewer heads than the link has ranks.
@@ -83,12 +69,6 @@ def in_slices(name: str, module: nn.Module, link: Link) -> TensorParallel:
 def _away(module: nn.Module) -> set[int]:
     """Ids of the parameters that are not on this rank."""
     return {id(one) for one in module.parameters() if any(map(is_away, parts_of(one)))}
-
-
-def _like(parameter: Tensor, offset: int) -> Tensor:
-    """Memory for a parameter that is away, which begins as the parameter's did."""
-    shape = shape_of(parameter)
-    return memory(shape.numel() * parameter.element_size(), offset, parameter.device).view(parameter.dtype).view(shape)
 
 
 class FreedAfterUse:
@@ -113,11 +93,7 @@ class FreedAfterUse:
         self._undo.callback(refuse_reading(module, partial(_away, module), "nothing, as the encoder has been freed,"))
 
     def free(self) -> None:
-        """Let go of the weights, if they are here.
-
-        Raises:
-            InputError: they have been changed since they were read.
-        """
+        """Let go of the weights, if they are here; `InputError`: they have been changed since they were read."""
         if not self._freed:
             now = _sums(self._files)
             for parameter, (file, key) in self._files.items():
@@ -136,7 +112,6 @@ class FreedAfterUse:
             return
         read = []
         with torch.inference_mode(False), torch.no_grad():
-            staging = PinnedStaging(max((shape_of(p).numel() * p.element_size() for p in self._files), default=0))
             for parameter, (file, key) in self._files.items():
                 if not is_away(parameter):
                     # An interrupted reading has read it.
@@ -144,9 +119,10 @@ class FreedAfterUse:
                 value = _stored(file, key)
                 if value.shape != shape_of(parameter):
                     raise InputError(f"{key} in {str(file)!r} has another shape than it had; restore the file")
-                place = _like(parameter, self._offsets[parameter])
-                staging.copy(place, value.to(place.dtype))
-                take_back(parameter, place)
+                # In memory that begins as the parameter's did.
+                size, offset = value.numel() * parameter.element_size(), self._offsets[parameter]
+                place = memory(size, offset, parameter.device).view(parameter.dtype).view(value.shape)
+                take_back(parameter, place.copy_(value))
                 read.append(parameter)
             self._sums.update(_sums(read))
         self._freed = False
@@ -201,38 +177,6 @@ def _sums(parameters: Iterable[Tensor]) -> dict[Tensor, tuple[torch.dtype, int]]
     return {parameter: (parameter.dtype, value) for parameter, value in zip(sums, values, strict=True)}
 
 
-class PinnedStaging:
-    """Copies tensors from the host to a GPU while the host reads the next one.
-
-    From memory that the system may move, the driver copies piece by piece and the host waits for it. To a CPU tensors
-    are copied as they are.
-
-    Args:
-        size: bytes of the largest tensor.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        # Two: one is read into while the other is on its way.
-        self._free: deque[tuple[Tensor, Any]] = deque()
-
-    def copy(self, target: Tensor, value: Tensor) -> None:
-        """Copy a tensor of the host into one of the same shape and dtype."""
-        if target.device.type != "cuda":
-            target.copy_(value)
-            return
-        if not self._free:
-            memory = [torch.empty(self._size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-            self._free.extend((one, torch.cuda.Event()) for one in memory)
-        memory, sent = self._free.popleft()
-        # The earlier content has arrived; at the first use this returns at once.
-        sent.synchronize()
-        pinned = memory[: value.nbytes].view(value.dtype).view(value.shape)
-        target.copy_(pinned.copy_(value), non_blocking=True)
-        sent.record()
-        self._free.append((memory, sent))
-
-
 def _opened(file: Path) -> Any:
     from safetensors import safe_open
 
@@ -252,7 +196,7 @@ class TextEncoders(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         # By id: the encoder, its form, and how many pipelines use it.
-        self._placed: dict[int, tuple[nn.Module, PlacedEncoder, int]] = {}
+        self._placed: dict[int, tuple[nn.Module, ShardedWeights | TensorParallel | FreedAfterUse, int]] = {}
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
@@ -282,19 +226,20 @@ class TextEncoders(Strategy):
             self._placed[id(module)] = known, placed, users + 1
             undo.callback(self._leave, module)
 
-    def _made(self, name: str, module: nn.Module) -> PlacedEncoder:
+    def _made(self, name: str, module: nn.Module) -> ShardedWeights | TensorParallel | FreedAfterUse:
         if any(hasattr(one, "_hf_hook") for one in module.modules()):
             raise InputError(
                 f"{name} is offloaded to the CPU, and text_encoder={self.context.config.text_encoder!r} would move its "
                 "weights as well; use one of the two"
             )
         link = self.context.mesh.world
-        makers: dict[str, Callable[[], PlacedEncoder]] = {
-            "sharded": lambda: in_pieces(module, link),
-            "tensor": lambda: in_slices(name, module, link),
-            "freed": lambda: FreedAfterUse(name, module),
-        }
-        return makers[self.context.config.text_encoder]()
+        match self.context.config.text_encoder:
+            case "sharded":
+                return in_pieces(module, link)
+            case "tensor":
+                return in_slices(name, module, link)
+            case _:
+                return FreedAfterUse(name, module)
 
     def _leave(self, module: nn.Module) -> None:
         known, placed, users = self._placed.pop(id(module))

@@ -1,10 +1,9 @@
 """The backward pass of blocks that run tile by tile: the same gradients, to the bit, on any number of ranks.
 
-Inside of a tile the backward pass is torch's own: its shapes are those of the tile, wherever it is computed. What
-tiles have in common is given to each of them by a function of its own; its backward pass adds the tiles' gradients
-up along the tree of `ditmesh.core.ordered`: weights, arguments without tokens, and keys and values. All ranks of a
-sequence compute the same loss; gradients of what lies before and behind the blocks are therefore whole, and the same,
-on each of them.
+Inside of a tile the backward pass is torch's own. What tiles have in common (weights, arguments without tokens, keys
+and values) is given to each of them by a function of its own, whose backward pass adds the tiles' gradients up along
+the tree of `ditmesh.core.ordered`. All ranks of a sequence compute the same loss; gradients of what lies before and
+behind the blocks are therefore whole, and the same, on each of them.
 """
 
 from __future__ import annotations
@@ -35,16 +34,12 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[tuple[range, ...], dict[nn.Parameter, OrderedSum]]] = {}
-        self._number = 0
+        # The call in progress.
+        self.number = 0
 
     def begin_call(self) -> None:
         """The model is called."""
-        self._number += 1
-
-    @property
-    def number(self) -> int:
-        """Number of the call in progress."""
-        return self._number
+        self.number += 1
 
     def keep(self, call: int, runs: tuple[range, ...], tile: int, parameter: nn.Parameter, gradient: Tensor) -> None:
         """A tile's gradient of a weight; ``runs``: the tiles of every rank."""
@@ -61,10 +56,8 @@ class TileWeights:
     """The weights of a block, as every tile of this rank has them: the same values with gradients of their own.
 
     Args:
-        block: the module; its parameters are replaced while a tile computes.
-        here: numbers of this rank's tiles.
-        runs: the tiles of every rank.
-        gradients: takes the tiles' gradients.
+        block: its parameters are replaced while a tile computes.
+        here: numbers of this rank's tiles; ``runs``: the tiles of every rank.
     """
 
     def __init__(self, block: nn.Module, here: range, runs: tuple[range, ...], gradients: WeightGradients) -> None:
@@ -207,11 +200,7 @@ class AttentionOfTiles:
     scale: float | None
 
     def recorded(self, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs for this rank's tiles, with a backward pass.
-
-        Raises:
-            LayoutError: the kernel has none.
-        """
+        """The outputs for this rank's tiles, with a backward pass; `LayoutError`: the kernel has none."""
         one = q[0][:1, :1, :1].detach().requires_grad_()
         if not self.kernel.attend(one, one, one, None, self.scale).requires_grad:
             raise LayoutError(

@@ -1,7 +1,7 @@
 """Modules that mix tokens without softmax attention, made to see other ranks' tokens.
 
-A rule changes one module of a block, by torch's own hooks or by swapping its attention processor, and returns
-what takes the change off again. Which module needs which rule is data: `ditmesh.layout.Leaf`.
+A rule changes one module of a block and returns what takes the change off again. Which module needs which rule is data:
+`ditmesh.layout.Leaf`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ MixerRule = Callable[..., Callable[[], None]]
 def conv_rows(module: nn.Module, link: ExchangeGroup, what: str, processor: str = "") -> Callable[[], None]:
     """A 2-D convolution over a grid (B, C, rows, columns) that is cut between rows.
 
-    Each rank lends its neighbours as many rows as the kernel reaches over the edge (the halo), computes with
-    theirs, and drops the rows that belong to them. At the image's edges the convolution pads with zeros, as
-    on one device.
+    Each rank lends its neighbours as many rows as the kernel reaches over the edge (the halo), computes with theirs,
+    and drops the rows that belong to them.
 
     Raises:
         LayoutError: no convolution, or one with a stride or with padding that changes the number of rows.
@@ -56,12 +55,18 @@ def conv_rows(module: nn.Module, link: ExchangeGroup, what: str, processor: str 
                 f"{what}: {x.shape[2]} rows of image tokens on a rank are fewer than the {reach} that its neighbours "
                 "need of it; use fewer ranks or a taller image"
             )
-        above, below = _neighbours_rows(x, reach, link)
+        nothing, shape = x[:, :, :0], (*x.shape[:2], reach, x.shape[3])
+        # The last rows go to the next rank, the first to the previous one.
+        rows = {link.rank + 1: [x[:, :, -reach:]], link.rank - 1: [x[:, :, :reach]], link.rank: [nothing]}
+        outgoing = [rows.get(peer, []) for peer in range(link.size)]
+        shapes = [[shape] * (abs(peer - link.rank) == 1) for peer in range(link.size)]
+        received = all_to_all(link, outgoing, shapes)
+        above = received[link.rank - 1][0] if link.rank > 0 else nothing
+        below = received[link.rank + 1][0] if link.rank < link.size - 1 else nothing
         return (torch.cat([above, x, below], dim=2), *args[1:])
 
     def without_halo(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-        first = reach if link.rank > 0 else 0
-        last = reach if link.rank < link.size - 1 else 0
+        first, last = reach * (link.rank > 0), reach * (link.rank < link.size - 1)
         return output[:, :, first : output.shape[2] - last]
 
     undo = ExitStack()
@@ -70,30 +75,12 @@ def conv_rows(module: nn.Module, link: ExchangeGroup, what: str, processor: str 
     return undo.close
 
 
-def _neighbours_rows(x: Tensor, reach: int, link: ExchangeGroup) -> tuple[Tensor, Tensor]:
-    """The last rows of the previous rank and the first of the next; empty at the image's edges."""
-    shape = (*x.shape[:2], reach, x.shape[3])
-    nothing = x[:, :, :0]
-    outgoing, shapes = [], []
-    for peer in range(link.size):
-        rows = [x[:, :, -reach:]] if peer == link.rank + 1 else [x[:, :, :reach]] if peer == link.rank - 1 else []
-        outgoing.append([nothing] if peer == link.rank else rows)
-        shapes.append([shape] * len(rows))
-    received = all_to_all(link, outgoing, shapes)
-    above = received[link.rank - 1][0] if link.rank > 0 else nothing
-    below = received[link.rank + 1][0] if link.rank < link.size - 1 else nothing
-    return above, below
-
-
 def linear_attention(module: nn.Module, link: ExchangeGroup, what: str, processor: str = "") -> Callable[[], None]:
     """Attention with the kernel relu(q) relu(k)ᵀ instead of a softmax, over tokens on several ranks.
 
     Katharopoulos et al. 2020, arXiv:2006.16236, equation 6: queries meet all keys and values through the state
-    Σ relu(k) vᵀ and the normaliser Σ relu(k), sums over tokens. Each rank sums over its own, and the
-    (D + 1) × D sums of every head are added up in rank order: the same bits on every rank.
-
-    Args:
-        processor: class of the processor this stands in for; the layout knows it.
+    Σ relu(k) vᵀ and the normaliser Σ relu(k). Each rank sums over its own tokens, and the sums are added up in rank
+    order: the same bits on every rank. ``processor``: class of the one that this stands in for.
 
     Raises:
         LayoutError: the module has another processor, which may compute something else.
@@ -160,9 +147,7 @@ def gathered(
 ) -> Callable[[], None]:
     """A module of any kind: every rank runs it on all tokens, and keeps its own.
 
-    Args:
-        tokens: how they are shared out at the moment.
-        processor: an attention processor with which the module needs no other rank's tokens.
+    ``processor``: an attention processor with which the module needs no other rank's tokens.
     """
     names = parameter_names(type(module).forward)
 

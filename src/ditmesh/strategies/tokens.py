@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,8 +14,11 @@ from ..staleness.control import WarmupControl
 from .balance import Balance
 from .base import ParallelModel, Strategy
 from .caches import stateful_hooks
-from .hooks import Handler, ModelHooks
+from .hooks import ModelHooks
 from .loads import StepLoad, StepLoads
+
+if TYPE_CHECKING:
+    from .sequence import SequenceParallel
 
 # Speeds, which add up to 1, that differ by less leave tokens where they are.
 WORTH_MOVING = 0.02
@@ -24,7 +27,7 @@ WORTH_MOVING = 0.02
 class TokenStrategy(Strategy):
     """A handler behind the hooks of every transformer."""
 
-    def handler(self, model: ParallelModel) -> Handler:
+    def handler(self, model: ParallelModel) -> SequenceParallel:
         """The handler of one transformer's blocks and attention; its ``around_call``, if any, becomes a layer."""
         raise NotImplementedError
 

@@ -273,15 +273,16 @@ class Taps:
         self._calls.append((model, *tree_map_only(Tensor, copied, (args, kwargs)), copied(_first(output))))
 
     def _tap(self, handler: Any) -> None:
+        from ...core.patching import Patch
         from ...strategies.sequence import SequenceParallel
 
         traffic = self._engine.mesh.traffic
         counted = traffic.bytes_sent
 
-        def observe(key: Any, attention: AttentionCall, out: Tensor) -> None:
-            control = handler.control
+        def attend(key: Any, attention: AttentionCall) -> Tensor:
+            control, out = handler.control, patch.original(key, attention)
             if control.decision.synchronous:
-                return
+                return out
             # Ranks take turns where they would send, by when all of them have counted: what one puts back is
             # not missing for another.
             traffic.bytes_sent = Counter()
@@ -290,9 +291,10 @@ class Taps:
             finally:
                 traffic.bytes_sent = counted
             _add(self._sums[key[1], control.clock.call.step], out, exact)
+            return out
 
-        handler.observers.append(observe)
-        self._undo.callback(handler.observers.remove, observe)
+        patch = Patch(handler, "attend_stale", attend)
+        self._undo.callback(patch)
 
     def attention_errors(self) -> dict[str, dict[int, float]]:
         """Relative L2 error by block and stale step of the attention's output, over all ranks, heads and branches."""

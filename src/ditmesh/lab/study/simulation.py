@@ -32,10 +32,9 @@ from ...recipe import Recipe
 from ...staleness.control import WarmupControl
 from ...strategies.base import ParallelModel
 from ...strategies.checked import CheckedLayout
-from ...strategies.hooks import BlockSite, Handler
+from ...strategies.hooks import BlockSite
 from ...strategies.sequence import ExactSequence, SequenceParallel
-from ...strategies.stale.displaced import DisplacedParallel, StaleStrategy
-from ...strategies.stale.naive import NaiveParallel
+from ...strategies.stale.displaced import DisplacedParallel, NaiveParallel, StaleStrategy
 from ...strategies.stale.warmup import StaleSteps, numbered
 from ...strategies.tokens import KnownForms
 from ...strategies.virtual import ask, run_together
@@ -163,9 +162,9 @@ class SimulatedExact(ExactSequence):
 
     no_gradient = "virtual ranks take turns inside a block, and torch does not record that"
 
-    def handler(self, model: ParallelModel) -> Handler:
+    def handler(self, model: ParallelModel) -> SequenceParallel:
         config, mesh = self.context.config, self.context.mesh
-        return cast(Handler, SimulatedSequence(lambda: self.kind(config, mesh), config.ring))
+        return cast(SequenceParallel, SimulatedSequence(lambda: self.kind(config, mesh), config.ring))
 
 
 class SimulatedStale(StaleStrategy):
@@ -175,11 +174,11 @@ class SimulatedStale(StaleStrategy):
     def wanted(cls, config: ParallelConfig) -> bool:
         return config.stale_exchange
 
-    def handler(self, model: ParallelModel) -> Handler:
+    def handler(self, model: ParallelModel) -> SequenceParallel:
         config, mesh, control = self.context.config, self.context.mesh, self.context.get(WarmupControl)
         blocks = numbered(model, control.monitor)
         kind = DisplacedParallel if config.exchange == "displaced" else NaiveParallel
-        return cast(Handler, SimulatedSequence(lambda: kind(config, mesh, control, blocks), config.ring))
+        return cast(SequenceParallel, SimulatedSequence(lambda: kind(config, mesh, control, blocks), config.ring))
 
 
 def _meet(questions: list[tuple[str, Any]]) -> list[list[Any]]:

@@ -1,7 +1,6 @@
 """Runs of a transformer's forward on one stage of PipeFusion: dry runs that show how patches lie, and those of patches.
 
-A run is one of the model's own forward. What happens at every block is the run's: most blocks are skipped, and what is
-around them, the glue, runs as it is.
+Most blocks are skipped, and what is around them, the glue, runs as it is.
 """
 
 from __future__ import annotations
@@ -131,17 +130,12 @@ class TextlessRun(ForwardRun):
         if any(stream.replicate for stream in region.streams):
             return False
         # Text goes with the first patch.
-        held = Partition.beside(
-            [
-                shared(
-                    stream,
-                    self._plan.tokens[region.blocks]
-                    if stream is region.main
-                    else (arguments.get(stream.arg).shape[stream.dim], *(0,) * (self.patches - 1)),
-                )
-                for stream in region.streams
-            ]
-        )
+        text = (0,) * (self.patches - 1)
+        lengths: dict[str, tuple[int, ...]] = {
+            stream.name: (arguments.get(stream.arg).shape[stream.dim], *text) for stream in region.streams
+        }
+        lengths[region.main.name] = self._plan.tokens[region.blocks]
+        held = Partition.beside([shared(stream, lengths[stream.name]) for stream in region.streams])
         # Of a cut argument, a dimension of size 1 is the same for all tokens.
         cuts = [(stream.arg, stream.dim, (stream.name,), None, 0) for stream in region.streams]
         cuts += [(cut.arg, cut.dim, cut.tokens, cut.ndim, 2) for cut in region.cuts]
@@ -240,8 +234,8 @@ class PatchRun(ForwardRun):
             self._skips[number] = result_of(output, site.region.main)
         if number == stages.last and not self.finishes:
             streams = {stream.name: result_of(output, stream) for stream in site.region.streams}
-            kept = {**self._received, **self._skips, **streams}
-            self._send([kept[key] for key, *_ in self._sent_after(number)])
+            tensors = {**self._received, **self._skips, **streams}
+            self._send([tensors[key] for key, *_ in self._sent_after(number)])
             raise StageDone
         return output
 

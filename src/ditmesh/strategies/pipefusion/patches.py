@@ -1,9 +1,8 @@
 """Patches of an image in the blocks: splitting, kept keys and values, and the attention of one patch.
 
-A patch is a run of tokens. To the machinery of sequence parallelism (`sequence.py`) patch m of M looks like ranks of
-its own: with R sequence ranks inside a stage, patch m on rank r is *virtual rank* m·R + r of M·R. Streams, rotary
-tables and masks are cut by it; what it would gather from other virtual ranks it finds in buffers that the patches
-before it have filled.
+To the machinery of sequence parallelism (`sequence.py`) patch m of M looks like ranks of its own: with R sequence ranks
+inside a stage, patch m on rank r is *virtual rank* m·R + r of M·R. Streams, rotary tables and masks are cut by it; what
+it would gather from other virtual ranks it finds in buffers that the patches before it have filled.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ...staleness.prediction import move_on, share_in
 from ..balance import Balance
 from ..base import ParallelModel
 from ..heads import check_heads, heads_of
-from ..hooks import BlockSite, Handler
+from ..hooks import BlockSite
 from ..reproducible import check_tiles
 from ..sequence import SequenceParallel
 from ..stale.warmup import numbered
@@ -205,15 +204,7 @@ class PatchCut(TokenCut):
 
 
 class PatchParallel(SequenceParallel):
-    """Handler of one transformer's hooks under PipeFusion.
-
-    Args:
-        control: its monitor is shown the keys and values of every patch.
-        blocks: number in the monitor of every block, by path.
-
-    Attributes:
-        run: the run in progress; without one the model runs as it is.
-    """
+    """Handler of one transformer's hooks under PipeFusion; without a ``run`` in progress the model runs as it is."""
 
     keeps_keys = True
     travels = False
@@ -221,7 +212,7 @@ class PatchParallel(SequenceParallel):
     def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh)
         self._control, self._blocks, self._predicts = control, blocks, config.predicts_keys
-        # The configuration's speeds are those of the stages.
+        # A patch is cut evenly.
         self.balance = Balance(None, mesh.sequence, mesh.device)
         self.patches = config.patches or config.pipe
         self.link = self.patch_link = PatchLink(mesh.sequence)
@@ -265,8 +256,12 @@ class PatchParallel(SequenceParallel):
         super().before_block(site, arguments)
         self._call.ran = False
         if self.run is not None:
-            if site.index == 0:
-                _give_rows(site.region, arguments)
+            rows = arguments.get(site.region.main.arg).shape[0]
+            for stream in site.region.streams if site.index == 0 else ():
+                value = arguments.get(stream.arg)
+                if stream.returned and not stream.folded and isinstance(value, Tensor) and len(value) == 1 < rows:
+                    # The first block would broadcast a stream of one row; later stages expect the image's rows.
+                    arguments.set(stream.arg, value.expand(rows, *value.shape[1:]))
             self.run.before_block(site, arguments)
         if self.config.reproducible and not self.patch_link.alone:
             # At the beginning of a stage tokens come from a message, elsewhere from the block before.
@@ -395,17 +390,8 @@ class PatchTokens(PipeStrategy, TokenStrategy):
         if config.reproducible:
             check_tiles(layout)
 
-    def handler(self, model: ParallelModel) -> Handler:
+    def handler(self, model: ParallelModel) -> SequenceParallel:
         control = self.context.get(WarmupControl)
         handler = PatchParallel(self.context.config, self.context.mesh, control, numbered(model, control.monitor))
         handler.steady = lambda: self.context.clock.call.steady
         return handler
-
-
-def _give_rows(region: Region, arguments: Arguments) -> None:
-    """Give a stream of one row, which the first block would broadcast, the image's rows: later stages expect them."""
-    rows = arguments.get(region.main.arg).shape[0]
-    for stream in region.streams:
-        value = arguments.get(stream.arg)
-        if stream.returned and not stream.folded and isinstance(value, Tensor) and len(value) == 1 < rows:
-            arguments.set(stream.arg, value.expand(rows, *value.shape[1:]))

@@ -6,8 +6,8 @@ one of step t without a pause. Attention of a patch sees the keys and values of 
 have been by already, of the step before where they have not. Diffusion steps change little, so that costs little;
 the first steps, which change much, are run *synchronously*: the whole image as one patch, which is exact.
 
-The pipeline runs as it is, on every rank. What the transformer returns is a tensor of which the patches arrive later
-(`parts/lazy.py`). Only the first stage computes with it: it alone needs the next step's input.
+What the transformer returns is a tensor of which the patches arrive later (`parts/lazy.py`). Only the first stage
+computes with it: it alone needs the next step's input.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class _UnderWay:
     """A request on its way through the stages: keys and values of every branch, and messages on their way."""
 
     buffers: dict[Any, Buffers] = field(default_factory=dict)
-    flushes: int = 0
     sent: deque[Transfer] = field(default_factory=deque)
     expected: list[Transfer] = field(default_factory=list)
 
@@ -78,12 +77,7 @@ class _UnderWay:
 
 
 class PipeFusion:
-    """A transformer's forward, run patch by patch, stage by stage.
-
-    Args:
-        model: with its `Stages`, and the hooks of a `PatchParallel` in place; this becomes the next layer of its
-            forward.
-    """
+    """A transformer's forward, run patch by patch, stage by stage; the next layer over a `PatchParallel`'s hooks."""
 
     def __init__(self, model: ParallelModel, mesh: Mesh, control: WarmupControl) -> None:
         self.layout = model.layout
@@ -93,23 +87,13 @@ class PipeFusion:
         self.device = mesh.device
         self.control, self.clock = control, control.clock
         self._names = parameter_names(type(model.model).forward)
-        self._plans: OrderedDict[Any, PatchPlan] = OrderedDict()
+        self.plans: OrderedDict[Any, PatchPlan] = OrderedDict()
         blocks = tuple(f"{region.blocks}." for region in self.layout.regions)
         self._glue = [one for name, one in model.model.named_parameters() if not name.startswith(blocks)]
         self._of = RequestValue(_UnderWay)
         self._remove = model.chain.add(self._around_call)
 
     # --- a request -----------------------------------------------------------------------------------------
-
-    @property
-    def buffers(self) -> dict[Any, Buffers]:
-        """Keys and values of every branch of the request."""
-        return self._of.value.buffers
-
-    @property
-    def flushes(self) -> int:
-        """How often in this request, before its result, all stages have waited for a whole tensor."""
-        return self._of.value.flushes
 
     def begin_request(self) -> None:
         self._of.value.drain()
@@ -128,10 +112,6 @@ class PipeFusion:
             if not failed:
                 raise
 
-    def forget_plans(self) -> None:
-        """Plan every form of call again, on all stages alike: a dry run needs the other stages, too."""
-        self._plans.clear()
-
     def close(self) -> None:
         """Take the layer off the model's forward."""
         self.end_request(failed=True)
@@ -145,7 +125,7 @@ class PipeFusion:
         args, kwargs = arguments.passed
         call = self.clock.call
         # A branch that is run by others than in the step before is another one: its keys are with those.
-        buffers = self.buffers.setdefault((call.branch, call.link, call.ahead, call.rows), Buffers())
+        buffers = self._of.value.buffers.setdefault((call.branch, call.link, call.ahead, call.rows), Buffers())
         # A branch that comes for the first time, or that was left out, has no keys of the step before.
         synchronous = self.control.synchronous(buffers.step >= 0 and call.step - buffers.step <= 1)
         buffers.step = call.step
@@ -271,7 +251,6 @@ class PipeFusion:
 
     def _assemble(self, lazy: LazyPatches) -> Tensor:
         """The whole tensor, on every rank: the first stage has it and sends it to the others. Waits for all patches."""
-        self._of.value.flushes += 1
         if self.link.rank == 0:
             return self.back.broadcast(lazy.assemble_whole().contiguous(), 0)
         return self.back.broadcast(torch.empty(lazy.shape, dtype=lazy.dtype, device=lazy.device), 0)
@@ -281,13 +260,10 @@ class PipeFusion:
     def _plan(self, args: Any, kwargs: Any) -> PatchPlan:
         """The plan for calls of these shapes and dtypes; made once for each of the latest `_PLANS` kinds of calls."""
         leaves, spec = tree_flatten((args, kwargs))
+        plain = (int, str, bool, type(None))
         shapes = tuple(
-            (tuple(leaf.shape), leaf.dtype)
-            if isinstance(leaf, Tensor)
-            else leaf
-            if isinstance(leaf, (int, str, bool, type(None)))
-            else type(leaf)
-            for leaf in leaves
+            (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v if isinstance(v, plain) else type(v)
+            for v in leaves
         )
         # What decides the dtypes of streams and outputs, beside the arguments'.
         kind = self.device.type
@@ -300,12 +276,12 @@ class PipeFusion:
             if isinstance(value, Tensor) and "mask" in path
         )
         key = (shapes, str(spec), masks, dtypes)
-        if key not in self._plans:
-            self._plans[key] = self._planned(*tree_map(_blank, (args, kwargs)))
-        self._plans.move_to_end(key)
-        while len(self._plans) > _PLANS:
-            self._plans.popitem(last=False)
-        return self._plans[key]
+        if key not in self.plans:
+            self.plans[key] = self._planned(*tree_map(_blank, (args, kwargs)))
+        self.plans.move_to_end(key)
+        while len(self.plans) > _PLANS:
+            self.plans.popitem(last=False)
+        return self.plans[key]
 
     def _planned(self, args: Any, kwargs: Any) -> PatchPlan:
         """Run the model's glue without its blocks, to see how patches lie in streams and outputs.
@@ -325,10 +301,8 @@ class PipeFusion:
         # Block lists that are fed by one another unchanged make one group.
         groups: list[list[Region]] = []
         for region in self.layout.regions:
-            if region.chained and groups:
-                groups[-1].append(region)
-            else:
-                groups.append([region])
+            groups += [] if region.chained and groups else [[]]
+            groups[-1].append(region)
         start = groups[0][0]
         tokens = plan.streams[start.blocks][start.main.name][0][start.main.dim]
         if tokens < self.patches:
@@ -445,15 +419,10 @@ class PipeFusionCalls(PipeStrategy):
             pipe.end_request(failed)
 
     def forget(self) -> None:
+        # A dry run needs the other stages, too: every form of call is planned again on all of them.
         for pipe in self.pipes:
-            pipe.forget_plans()
+            pipe.plans.clear()
 
     def result(self, value: Any) -> Any:
         """Whole tensors in place of patches that have still to come."""
-        under_way = [pipe._of.value for pipe in self.pipes]
-        flushes = [state.flushes for state in under_way]
-        value = whole_result(value)
-        # At the end everything has to come anyway: that is no pause.
-        for state, count in zip(under_way, flushes, strict=True):
-            state.flushes = count
-        return value
+        return whole_result(value)

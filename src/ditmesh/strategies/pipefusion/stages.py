@@ -6,7 +6,7 @@ A stage is a run of consecutive blocks over all block lists of a model, in the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -27,19 +27,17 @@ class StageDone(Exception):
     """Leaves the transformer's forward where the rest of it is not wanted, such as after a stage's last block."""
 
 
-def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
+def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """Cut a row of blocks into consecutive stages so that the slowest is as fast as possible: blocks of every stage.
 
     Among equally good cuts the one with the smallest sum of squared stage times, then the one with the longest first
-    stages. ``speeds`` are relative ones of the stages; default: all alike.
+    stages.
 
     Raises:
         ConfigError: fewer blocks than stages.
 
     >>> balanced([2, 2, 1, 1, 1, 1], 2)
     (2, 4)
-    >>> balanced([1, 1, 1, 1, 1, 1], 2, (2, 1))
-    (4, 2)
     """
     blocks = len(costs)
     if stages > blocks:
@@ -48,16 +46,15 @@ def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None
             f"{blocks} {'block' if blocks == 1 else 'blocks'} cannot be shared by pipe={stages} stages; use {way}"
         )
     sums = [0.0, *accumulate(costs)]
-    # best[k][n]: (slowest, squares, minus the lengths) of the best cut of the first n blocks into k stages
+    # (slowest, squares, minus the lengths) of the best cut of the first so many blocks
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for speed in speeds or (1.0,) * stages:
+    for _ in range(stages):
         longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for start, (slowest, squares, lengths) in best.items():
             for end in range(start + 1, blocks + 1):
-                time = (sums[end] - sums[start]) / speed
+                time = sums[end] - sums[start]
                 cut = (max(slowest, time), squares + time * time, (*lengths, start - end))
-                if end not in longer or cut < longer[end]:
-                    longer[end] = cut
+                longer[end] = min(cut, longer.get(end, cut))
         best = longer
     return tuple(-length for length in best[blocks][2])
 
@@ -87,11 +84,7 @@ def estimated_costs(model: nn.Module, layout: TokenLayout) -> list[float]:
 
 
 def first_cut(model: nn.Module, layout: TokenLayout, config: ParallelConfig) -> tuple[int, ...]:
-    """The number of blocks of every stage. Works without memory for the weights.
-
-    Raises:
-        ConfigError: fewer blocks than stages, or ``stages`` that are not the model's blocks.
-    """
+    """The number of blocks of every stage, without memory for weights; `ConfigError`: they are not the model's."""
     if isinstance(config.stages, tuple):
         blocks = len(blocks_of(model, layout))
         if sum(config.stages) != blocks:
@@ -100,15 +93,11 @@ def first_cut(model: nn.Module, layout: TokenLayout, config: ParallelConfig) -> 
                 "numbers that add up to them, or leave stages out"
             )
         return config.stages
-    speeds = config.speeds if isinstance(config.speeds, tuple) and config.pipe > 1 else None
-    return balanced(estimated_costs(model, layout), config.pipe, speeds)
+    return balanced(estimated_costs(model, layout), config.pipe)
 
 
 def kinds_of(model: nn.Module, layout: TokenLayout) -> list[int]:
-    """The kind of every block, numbered in the order of their first: blocks of a list with weights of one shape.
-
-    They cost the same. The numbers are the same on all ranks, wherever the weights are.
-    """
+    """The kind of every block, numbered in the order of their first: blocks of a list with weights of one shape."""
     numbers: dict[Any, int] = {}
     kinds = []
     for path, block in blocks_of(model, layout):
@@ -118,11 +107,7 @@ def kinds_of(model: nn.Module, layout: TokenLayout) -> list[int]:
 
 
 def stage_of(lengths: Sequence[int]) -> list[int]:
-    """The stage of every block.
-
-    >>> stage_of((2, 3))
-    [0, 0, 1, 1, 1]
-    """
+    """The stage of every block: ``(2, 3)`` gives ``[0, 0, 1, 1, 1]``."""
     return [stage for stage, length in enumerate(lengths) for _ in range(length)]
 
 
@@ -131,8 +116,7 @@ class Stages:
 
     Attributes:
         model: whole on every rank, or with this rank's blocks only, as `ditmesh.load` leaves it.
-        numbers: of every block, by its path.
-        regions: the block list of every block, by its number.
+        numbers: of every block, by its path; ``regions``: its block list, by its number.
         lengths: blocks of every stage.
     """
 
@@ -180,12 +164,8 @@ class Stages:
 
     def _absent(self) -> set[int]:
         """Ids of the parameters that are on other stages."""
-        return {
-            id(parameter)
-            for block in self._blocks
-            for parameter in block.parameters()
-            if any(hasattr(part, ABSENT_ATTRIBUTE) for part in parts_of(parameter))
-        }
+        every = (parameter for block in self._blocks for parameter in block.parameters())
+        return {id(p) for p in every if any(hasattr(part, ABSENT_ATTRIBUTE) for part in parts_of(p))}
 
     def _call_guarded(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the model that changes weights in place, or makes others of them."""
@@ -194,18 +174,12 @@ class Stages:
                 f"fuse_qkv_projections() was called with pipe={self.link.size}, and most projections are on other "
                 "stages; call ditmesh.restore(...), fuse, and parallelize again"
             )
-        if name == "load_lora_adapter" and not kwargs.get("hotswap"):
-            return method(*args, **kwargs)
         # What is written to weights of other stages is written there as well, and let go of here.
-        with filled(self.model):
+        with nullcontext() if name == "load_lora_adapter" and not kwargs.get("hotswap") else filled(self.model):
             return method(*args, **kwargs)
 
     def close(self) -> None:
-        """Give every rank all blocks again, bit for bit. Collective over the stages; needs room for all blocks.
-
-        Raises:
-            PeerError: they did not come; everything else is undone all the same, see `whole_or_refused`.
-        """
+        """Give every rank all blocks again, bit for bit. Collective over the stages; see `whole_or_refused`."""
         self._undo.close()
         with whole_or_refused(self.model), torch.no_grad():
             for owner, parameter in self._parameters() if self.link.size > 1 else ():
@@ -227,7 +201,7 @@ class Stages:
 
 @contextmanager
 def whole_or_refused(model: nn.Module) -> Iterator[None]:
-    """Put a model's weights together again inside; without other ranks (`PeerError`) the model refuses its calls."""
+    """Put a model's weights together again inside; if they do not come, the model refuses its calls: `PeerError`."""
     try:
         yield
     except RuntimeError as error:
@@ -349,8 +323,7 @@ class PipelineStages(PipeStrategy):
 
     def prepare(self, pipe: Any) -> None:
         for model in self.context.models:
-            absent = next((path for path, p in model.model.named_parameters() if p.is_meta), None)
-            if absent is not None:
+            if absent := next((path for path, p in model.model.named_parameters() if p.is_meta), None):
                 raise InputError(
                     f"{absent} is not loaded (it is on the meta device), so pipe={self.context.config.pipe} could not "
                     "share it out; take off CPU offloading, or load the model with ditmesh.load()"

@@ -15,7 +15,6 @@ them. A rank writes its own tokens into their place, and the others' into theirs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import ClassVar
 
@@ -33,7 +32,6 @@ from ...core.request import RequestValue
 from ...staleness.control import WarmupControl
 from ...staleness.prediction import move_on, share_in
 from ..base import ParallelModel, Request
-from ..hooks import Handler
 from ..sequence import SequenceParallel
 from ..tokens import TokenStrategy
 from .warmup import numbered
@@ -43,20 +41,11 @@ Key = tuple[int, str, int]
 
 
 class StaleSequence(SequenceParallel):
-    """The base of stale sequence strategies; the ring axis is the one that shares tokens.
-
-    Args:
-        blocks: number in the drift monitor of every block, by path.
-
-    Attributes:
-        observers: are called with the key, the arguments and the result of every attention over tokens of other ranks;
-            they change nothing.
-    """
+    """The base of stale sequence strategies, on the ring axis; ``blocks``: numbers in the drift monitor, by path."""
 
     def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh)
         self.control = control
-        self.observers: list[Callable[[Key, AttentionCall, Tensor], None]] = []
         self._blocks = blocks
 
     def end_request(self) -> None:
@@ -73,10 +62,7 @@ class StaleSequence(SequenceParallel):
             drifting = (attention.k_bhsd, attention.v_bhsd)
             share = self.moved_on(now.step)
             control.monitor.observe(self._blocks[path], sample, now.step, drifting, dim=2, share=share)
-        out = self.attend_stale(key, attention)
-        for observe in self.observers:
-            observe(key, attention, out)
-        return out
+        return self.attend_stale(key, attention)
 
     def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
         """`attend_distributed` for keys of which some lie on other ranks."""
@@ -115,11 +101,6 @@ class DisplacedParallel(StaleSequence):
         """The buffers of the request, by branch, block and attention call."""
         return self._buffers.value
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes kept between steps: 2 · B · S · H · D elements for every branch and attention call, S of all ranks."""
-        return sum(buffer.kept_bytes for buffer in self.buffers.values())
-
     def end_request(self) -> None:
         self._buffers.renew().finish()
 
@@ -138,15 +119,16 @@ class DisplacedParallel(StaleSequence):
         if buffer is None or not buffer.fits(k_bhsd, keys, rows):
             buffer = buffers[key] = _Buffer(k_bhsd, keys, rows, self._ring, self._codec)
         has_previous = buffer.step is not None and buffer.step >= step - 1
+        synchronous = self.control.decision.synchronous
         if self._predicts and has_previous:
-            buffer.move_on(step, 0.0 if self.control.decision.synchronous else self.moved_on(step) or 0.0)
+            buffer.move_on(step, 0.0 if synchronous else self.moved_on(step) or 0.0)
         buffer.put(k_bhsd, attention.v_bhsd)
-        if not self.control.decision.synchronous and step == 0 and not has_previous:
+        if not synchronous and step == 0 and not has_previous:
             out = self.own_tokens(attention)
             buffer.post(step)
             return out
-        if self.control.decision.synchronous or not has_previous:
-            if not self.control.decision.synchronous:
+        if synchronous or not has_previous:
+            if not synchronous:
                 self.control.log.steps[-1].filled += 1
             buffer.post(step, whole=True)
             buffer.arrive()
@@ -166,11 +148,23 @@ class DisplacedParallel(StaleSequence):
         if buffer.mask is not None and self.control.clock.call.steady:
             return buffer.mask
         here = range(self.link.rank, self.link.rank + 1)
-        a, clock = attention, self.control.clock
-        whole = masks.everywhere(attention.mask, a.queries, a.keys, self.link, here, lambda: clock.call.steady)
+        queries, keys, clock = attention.queries, attention.keys, self.control.clock
+        whole = masks.everywhere(attention.mask, queries, keys, self.link, here, lambda: clock.call.steady)
         # One with a row for every query is large, and not kept.
         buffer.mask = whole if whole.shape[-2] == 1 else None
         return whole
+
+
+class NaiveParallel(StaleSequence):
+    """Handler of one transformer: exact in synchronous steps, own tokens only in all others.
+
+    The lossy baseline, which shows what the exchange of stale keys is worth.
+    """
+
+    def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
+        if self.control.decision.synchronous:
+            return SequenceParallel.attend_distributed(self, attention)
+        return self.own_tokens(attention)
 
 
 class _Buffer:
@@ -231,12 +225,6 @@ class _Buffer:
                 slot[:, 1].copy_(v_bhsd[:, :, part].permute(2, 0, 1, 3))
                 start += slot.shape[0]
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of what is kept between steps, without pending messages."""
-        kept = [self.whole, *self._before, *([] if self._shown is None else [self._shown])]
-        return sum(one.numel() * one.element_size() for one in kept)
-
     def move_on(self, step: int, share: float) -> None:
         """Move what is kept of the latest step on to ``step``, the one in progress, by a share, or only remember it.
 
@@ -270,14 +258,12 @@ class _Buffer:
                 self._shown = one_after_other(tensors)
         if not self._incoming or self._incoming_of is not packer:
             others = [[] if rank == self._ring.rank else slots for rank, slots in enumerate(self._slots)]
-            self._incoming_of, self._incoming = packer, [self._receiving(packer, slots) for slots in others]
+            self._incoming_of = packer
+            if packer is None:
+                self._incoming = [[slot.new_empty(slot.shape) for slot in slots] for slots in others]
+            else:
+                self._incoming = [[packer.empty(joined(s), s[0].device)] if s else [] for s in others]
         self._arriving = self._ring.all_gather_async(tensors, self._incoming)
-
-    def _receiving(self, packer: Codec | None, slots: list[Tensor]) -> list[Tensor]:
-        """Memory for a rank's messages."""
-        if packer is None:
-            return [slot.new_empty(slot.shape) for slot in slots]
-        return [packer.empty(joined(slots), slots[0].device)] if slots else []
 
     def _packed(self, packer: Codec, tokens: list[Tensor]) -> Tensor:
         """The message of this rank's tokens."""
@@ -337,7 +323,7 @@ class StaleStrategy(TokenStrategy):
     def wanted(cls, config: ParallelConfig) -> bool:
         return config.exchange == cls.name
 
-    def handler(self, model: ParallelModel) -> Handler:
+    def handler(self, model: ParallelModel) -> SequenceParallel:
         control = self.context.get(WarmupControl)
         return self.kind(self.context.config, self.context.mesh, control, numbered(model, control.monitor))
 
@@ -357,3 +343,10 @@ class Displaced(StaleStrategy):
 
     name = key = "displaced"
     kind = DisplacedParallel
+
+
+class Naive(StaleStrategy):
+    """No exchange after the warm-up."""
+
+    name = key = "naive"
+    kind = NaiveParallel

@@ -53,12 +53,12 @@ class StaleSteps(Strategy):
         mesh = context.mesh
         devices = config.patches or config.pipe if config.stages_or_patches else mesh.sequence.size
         monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
-        control = WarmupControl(parse(config.warmup), devices, monitor, context.clock, self._noise)
-        self._control = context.add(control)
 
-    def _noise(self) -> tuple[float, ...] | None:
-        """Noise levels of the request's steps, if it is one of a pipeline with a scheduler."""
-        return noise_levels(getattr(self.context.pipe, "scheduler", None))
+        def noise() -> tuple[float, ...] | None:
+            return noise_levels(getattr(context.pipe, "scheduler", None))
+
+        control = WarmupControl(parse(config.warmup), devices, monitor, context.clock, noise)
+        self._control = context.add(control)
 
     def begin_request(self, request: Request) -> None:
         self._control.begin_request(request.steps)

@@ -111,11 +111,7 @@ class TensorParallel:
         self._undo.callback(model.register_forward_hook(self._forget_entered, always_call=True).remove)
 
     def close(self) -> None:
-        """Make the model whole again, bit for bit, adapters included. Collective over the link.
-
-        Raises:
-            PeerError: slices did not come; everything else is undone all the same, see `whole_or_refused`.
-        """
+        """Make the model whole again, bit for bit, adapters included. Collective; see `whole_or_refused`."""
         self._undo.close()
         for handle in (*(handle for _, handle in self._hung.values()), *self._completed.values()):
             handle.remove()

@@ -30,10 +30,9 @@ class Site:
     """One linear (or norm over all heads) that is cut.
 
     Attributes:
-        kind: ``"column"``: output features are cut; ``"gathered"``: the same, and the output is put together
-            again; ``"row"``: input features are cut, the output is summed; ``"norm"``: a norm over features that
-            are cut; ``"embedding"``: the features of an embedding are cut, and the output is put together again;
-            ``"table"``: an embedding with a column for each head.
+        kind: ``"column"``: output features are cut; ``"gathered"``: the same, and the output is put together again;
+            ``"row"``: input features are cut, the output is summed; ``"norm"``: a norm over features that are cut;
+            ``"embedding"``: like gathered; ``"table"``: an embedding with a column for each head.
         cut: of its output features, or (row) of its input features.
     """
 
@@ -81,9 +80,7 @@ class TensorPlan:
 
 
 def plan_slices(model: nn.Module, degree: int, rules: Sequence[Rule] = SLICE_RULES) -> TensorPlan:
-    """Work out how ``degree`` ranks share a model's weights. Reads module attributes only, never weights.
-
-    A linear that no rule covers stays whole on every rank: exact, only not smaller.
+    """Work out how ``degree`` ranks share a model's weights. A linear that no rule covers stays whole on every rank.
 
     Raises:
         ConfigError: a module has fewer heads than ranks.
@@ -196,10 +193,7 @@ def _refuse_unknown(rule: Rule, module: nn.Module, path: str, attention: nn.Modu
 
 
 def share_cut(model: nn.Module, made: TensorPlan) -> float:
-    """The share of the parameters in a model's lists of blocks, from 0 to 1, that a plan cuts.
-
-    The rest of them is whole on every rank.
-    """
+    """The share of the parameters in a model's lists of blocks, from 0 to 1, that a plan cuts."""
     numbers = {
         id(base.weight): base.in_features * base.out_features
         for site in made.sites
