@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from diffusers.guiders import AdaptiveProjectedGuidance, AutoGuidance, ClassifierFreeGuidance, SkipLayerGuidance
+from diffusers.guiders import AdaptiveProjectedGuidance, SkipLayerGuidance
 from diffusers.hooks import LayerSkipConfig
 
 import ditmesh
@@ -24,8 +24,6 @@ def without_a_layer() -> LayerSkipConfig:
 
 
 GUIDERS = {
-    # Two branches; the second one is the model without a layer.
-    "auto": lambda: AutoGuidance(guidance_scale=3.0, auto_guidance_config=without_a_layer()),
     # Three branches; the third one is the first one without a layer.
     "skip layer": lambda: SkipLayerGuidance(
         guidance_scale=3.0,
@@ -35,8 +33,6 @@ GUIDERS = {
     ),
     # Remembers the predictions of the steps before.
     "projected": lambda: AdaptiveProjectedGuidance(guidance_scale=3.0, adaptive_projected_guidance_momentum=-0.5),
-    # Begins late and ends early.
-    "interval": lambda: ClassifierFreeGuidance(guidance_scale=3.0, start=0.3, stop=0.7),
 }
 
 
