@@ -20,7 +20,7 @@ from ditmesh.cli.main import main
 from ditmesh.generate.components import left_random
 from ditmesh.generate.job import PictureJob
 from ditmesh.generate.model_info import find_model
-from ditmesh.generate.runner import PipelineRunner, load_pipeline
+from ditmesh.generate.runner import PipelineRunner
 from ditmesh.generate.weight_files import build_empty, fill_weights
 from ditmesh.train.observed.check import loaded_pipeline
 from ditmesh.train.run import train
@@ -96,13 +96,6 @@ def test_shares_have_the_fingerprint_of_the_whole(ranks, saved, config):
     assert ranks(world).run(fingerprints, name, folder, config, dtype) == [(True, True)] * world
 
 
-def test_other_dtypes(ranks, saved):
-    name, folder = saved
-    for dtype in (torch.bfloat16, {"transformer": torch.float16, "default": torch.float32}):
-        for result in ranks(2).run(in_dtype, name, folder, dtype):
-            assert all(result)
-
-
 @pytest.mark.parametrize(("name", "dtype"), sampled(sorted(MODELS), [torch.bfloat16, torch.float16], of=4), ids=str)
 def test_every_class_in_another_dtype(tmp_path, name, dtype):
     """Also of buffers that are in no file: some classes make them in float32 whatever the dtype of the weights."""
@@ -113,18 +106,6 @@ def test_every_class_in_another_dtype(tmp_path, name, dtype):
     ours = bits(fill_weights(empty, tmp_path, dtype, None, "cpu", lambda _, stored, kind: stored[...].to(kind)))
     assert same_bits(theirs, ours)
     assert {key: one.dtype for key, one in theirs.items()} == {key: one.dtype for key, one in ours.items()}
-
-
-def in_dtype(name, folder, dtype):
-    """Whether weights, buffers and dtypes are those of an ordinary load."""
-    whole = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, **absent(name)).transformer
-    sliced = ditmesh.load(folder, {"tensor": 2}, torch_dtype=dtype, **absent(name))
-    ditmesh.restore(sliced)
-    named = ditmesh.load(folder, {"pipe": 2}, dtype=dtype, **absent(name))
-    ditmesh.restore(named)
-    assert same_bits(bits(named.transformer), bits(sliced.transformer))
-    theirs, ours = bits(whole), bits(sliced.transformer)
-    return same_bits(theirs, ours), all(theirs[key].dtype == ours[key].dtype for key in theirs)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -183,7 +164,6 @@ def test_missing_weights_are_refused_by_name_everywhere(tmp_path, model, compone
     run = configured(settings(tmp_path, tmp_path / "out", pretrained_model_name_or_path=str(folder)))
     frozen = settings(tmp_path, tmp_path / "out", pretrained_model_name_or_path=str(folder), lora={"rank": 2})
     sentences = [
-        sentence_of(load_pipeline, str(folder), str(folder), "float32", None),
         sentence_of(PipelineRunner.load, picture_job(folder), torch.device("cpu")),
         sentence_of(loaded_pipeline, run),
         sentence_of(train, run, check_memory=False),
@@ -244,7 +224,6 @@ def test_what_a_folder_names_and_nobody_has_is_one_sentence(tmp_path, entries, w
     run = configured(settings(tmp_path, tmp_path / "out", pretrained_model_name_or_path=str(folder)))
     for load, *arguments in (
         (ditmesh.load, folder, {}),
-        (load_pipeline, str(folder), str(folder), "float32", None),
         (loaded_pipeline, run),
     ):
         assert re.search(words, sentence_of(load, *arguments))

@@ -157,18 +157,13 @@ def halve_in_step_1(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]
     return {"latents": tensors["latents"] / 2} if step == 1 else tensors
 
 
-def double_in_place(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    tensors["latents"].numpy()[:] *= 2
-    return tensors
-
-
 def stop_after_step_1(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     assert pipe.num_timesteps == STEPS
     pipe._interrupt = step >= 1
     return tensors
 
 
-@pytest.mark.parametrize("change", [halve_in_step_1, double_in_place, stop_after_step_1])
+@pytest.mark.parametrize("change", [halve_in_step_1, stop_after_step_1])
 def test_a_callback_runs_here_and_changes_all_ranks(pipe: RemotePipeline, local: Any, change: Callable) -> None:
     results = []
     for one in (pipe, local):

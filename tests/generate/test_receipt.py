@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import struct
 import zlib
@@ -157,13 +156,6 @@ def test_pictures_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None
     deep = with_text(tmp_path / "deep.png", "[" * 100_000)
     with pytest.raises(InputError, match="cannot be read"):
         read_receipt(deep)
-    # Cut off, or with a bit changed, anywhere: a sentence, or a receipt.
-    whole = write_png(picture(), tmp_path / "whole.png", receipt()).read_bytes()
-    for place in range(0, len(whole), 7):
-        for damaged in (whole[:place], whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :]):
-            (tmp_path / "damaged.png").write_bytes(damaged)
-            with contextlib.suppress(InputError):
-                read_receipt(tmp_path / "damaged.png")
 
 
 def test_what_tokenizers_cut_is_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,43 +62,21 @@ def test_fields_out_of_bounds_are_refused_in_a_sentence(given, says):
 # ---- every field, from the request to the pipeline
 
 
-class Images:
-    """The call of a pipeline of images that takes all that a request can say."""
+def pipeline(**more: Any) -> type[Any]:
+    """A class of pipelines whose call takes what every request can say, and ``more``."""
+    common = {"prompt": None, "negative_prompt": None, "num_inference_steps": 50, "guidance_scale": 1.0}
+    common |= {"width": 8, "height": 8, "generator": None, **more}
 
-    def __call__(
-        self,
-        prompt: Any = None,
-        negative_prompt: Any = None,
-        num_inference_steps: int = 50,
-        guidance_scale: float = 1.0,
-        width: int = 8,
-        height: int = 8,
-        num_images_per_prompt: int = 1,
-        max_sequence_length: int = 512,
-        image: Any = None,
-        strength: float = 0.6,
-        generator: Any = None,
-    ) -> None: ...
+    def call() -> None: ...
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(name, keyword, default=value) for name, value in common.items()]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return type("Pipeline", (), {"__call__": call})
 
 
-class Videos:
-    """The same of videos."""
-
-    def __call__(
-        self,
-        prompt: Any = None,
-        negative_prompt: Any = None,
-        num_inference_steps: int = 50,
-        guidance_scale: float = 1.0,
-        width: int = 8,
-        height: int = 8,
-        num_videos_per_prompt: int = 1,
-        num_frames: int = 1,
-        frame_rate: int = 3,
-        generator: Any = None,
-    ) -> None: ...
-
-
+Images = pipeline(num_images_per_prompt=1, max_sequence_length=512, image=None, strength=0.6)
+Videos = pipeline(num_videos_per_prompt=1, num_frames=1, frame_rate=3)
 BASE = {
     "prompt": "a red fox",
     "negative_prompt": "blue",

@@ -59,12 +59,6 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
         ["text in metadata.jsonl"],
         {},
     ),
-    "a configured column": (
-        [*AB, ("metadata.jsonl", [line(n + ".png", text="?", long=n.upper()) for n in "ab"])],
-        TWO,
-        [],
-        {"caption_column": "long"},
-    ),
     "a configured column that is not there": (
         [*AB, ("metadata.jsonl", BOTH)],
         None,
@@ -90,7 +84,6 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
         ["metadata.csv line 3 is no row of a table"],
         {},
     ),
-    "csv without a head": ([*AB, ("metadata.csv", "a.png,A\nb.png,B\n")], None, ["no column file_name"], {}),
     "csv with empty cells": (
         [*AB, ("metadata.csv", "file_name,text\na.png,A\nb.png,\n")],
         [("a.png", "A"), ("b.png", None)],
@@ -206,18 +199,6 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
         ["line 1 has a caption that is no text but {}", "line 3 has a caption that is no text but true"],
         {},
     ),
-    "two captions of one image": (
-        [*AB, ("metadata.jsonl", [*BOTH, line("a.png", text="A2")])],
-        [TWO[0], ("a.png", "A2"), TWO[1]],
-        ["with more than one line in a listing, each of which is a sample: 1 file (a.png)"],
-        {},
-    ),
-    "a name that is a number": (
-        [*AB, ("metadata.jsonl", [line(5, text="A"), BOTH[1]])],
-        TWO[1:],
-        ["metadata.jsonl line 1: file_name is 5"],
-        {},
-    ),
     "names that lead out": (
         [*AB, ("metadata.jsonl", [line("../../etc/passwd", text="A"), line("/etc/passwd", text="A"), BOTH[1]])],
         TWO[1:],
@@ -229,12 +210,6 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
     "no captions, allowed": (AB, [("a.png", None), ("b.png", None)], [], {"proportion_empty_prompts": 1}),
     "some empty captions": ([*AB, ("a.txt", ""), ("b.txt", "B")], [("a.png", ""), TWO[1]], ["without caption: 1"], {}),
     # --- files
-    "files of other kinds": (
-        [AB[0], ("a.txt", "A"), ("c.heic", b"x"), ("d.zip", b"PK"), ("e.mp4", b"x")],
-        TWO[:1],
-        ["files that are not read: 1 .heic, 1 .zip, 1 .mp4"],
-        {},
-    ),
     "files of macOS": ([AB[0], ("a.txt", "A"), ("._a.png", b"\0\5\x16\7"), ("__MACOSX/b.png", b"")], TWO[:1], [], {}),
     "files that break off": (
         [*AB, ("metadata.jsonl", [*BOTH, line("c.png", text="C")]), ("c.png", PNG[:20])],
@@ -278,15 +253,6 @@ def test_data_sets_of_others(name, tmp_path):
         assert report.odd or not found.corrupt
     for one in words:
         assert one in said, said
-
-
-@pytest.mark.parametrize("name", ["PNG of 16 bits", "a palette with alpha"])
-def test_images_of_data_sets(name, tmp_path):
-    made, expected = SAMPLES[name]
-    (tmp_path / "a.png").write_bytes(made())
-    (tmp_path / "a.txt").write_text("A")
-    (sample,) = found_in(tmp_path).good
-    assert close(sample.picture().getpixel((1, 4)), expected)
 
 
 def test_what_is_no_file_is_skipped(tmp_path):

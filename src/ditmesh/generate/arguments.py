@@ -48,9 +48,7 @@ def call_arguments(
 ) -> dict[str, Any]:
     """The arguments of call ``number`` of the pipeline, except the form of its result.
 
-    Args:
-        parameters: of the call.
-        pictures: the job's input images, by the argument that takes each.
+    ``pictures``: the job's input images, by the argument that takes each.
     """
     import torch
 
@@ -107,11 +105,7 @@ def _default(parameters: Any, name: str, otherwise: Any) -> Any:
 
 
 def check_call(job: PictureJob, name: str, parameters: Any) -> None:
-    """Reject a job that a pipeline of class ``name`` does not accept.
-
-    Raises:
-        InputError: naming the option.
-    """
+    """Reject a job that a pipeline of class ``name`` does not accept, with an `InputError` that names the option."""
     check_output(name, parameters)
     if job.labels:
         if "class_labels" not in parameters:
@@ -127,11 +121,7 @@ def check_call(job: PictureJob, name: str, parameters: Any) -> None:
 
 
 def check_options(name: str, parameters: Any, request: PictureRequest, size: tuple[int, int] | None = None) -> None:
-    """Reject fields of a request, or a size, that a pipeline of class ``name`` does not accept.
-
-    Raises:
-        FieldError: naming the field.
-    """
+    """Reject fields of a request, or a size, that a pipeline of class ``name`` does not accept, with a `FieldError`."""
     for field, of in request_fields().items():
         value = getattr(request, field)
         if value is not None and of.argument is not None and of.argument not in parameters:

@@ -26,8 +26,6 @@ _PATCHING = threading.RLock()
 # Names of buffers with learned values. Other buffers are tables that a class computes.
 STATISTICS = ("running_mean", "running_var")
 
-SHOWN_NAMES = 3
-
 # By the beginning of a pipeline's class: parts that diffusers lists as needed and its call does without, if the first
 # of them is not there.
 LEFT_OUT = {"StableDiffusion3": ("text_encoder_3", "tokenizer_3")}
@@ -113,16 +111,14 @@ def refuse_missing(model: nn.Module, missing: Collection[str], folder: Path) -> 
     ``missing``: names of weights without a value in the files; tied weights and computed tables may be among them.
     """
     names = left_random(model, missing)
-    if not names:
-        return
-    kind = type(model)
-    library = kind.__module__.partition(".")[0]
-    some = ", ".join(names[:SHOWN_NAMES]) + (" ..." if len(names) > SHOWN_NAMES else "")
-    raise InputError(
-        f"the component {folder.name} ({kind.__name__}) would be left at random in {len(names)} of its weights, which "
-        f"are not in {str(folder)!r}: {some}; if a newer release of {library} has saved it, upgrade the one of this "
-        f"environment (pip install -U {library}); else download or save the pipeline again"
-    )
+    if names:
+        library = type(model).__module__.partition(".")[0]
+        some = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+        raise InputError(
+            f"the component {folder.name} ({type(model).__name__}) would be left at random in {len(names)} of its "
+            f"weights, which are not in {str(folder)!r}: {some}; if a newer release of {library} has saved it, upgrade "
+            f"the one of this environment (pip install -U {library}); else download or save the pipeline again"
+        )
 
 
 def left_random(model: nn.Module, missing: Collection[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Prompts of which a pipeline's tokenizers leave out the end: how many tokens, for receipts and clients.
 
-Pipelines call their tokenizers with a limit and, at most, write a warning. Here the calls are watched: what a text has
-beyond the limit is counted and noted under the text, as several requests may be under way at a time.
+The calls of tokenizers are watched: what a text has beyond the limit is counted under the text, as several requests may
+be under way at a time.
 """
 
 from __future__ import annotations

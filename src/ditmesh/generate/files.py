@@ -79,27 +79,17 @@ class InputFile:
 
 
 def input_picture(role: Role, path: str | Path) -> InputFile:
-    """An input image or video.
-
-    Raises:
-        InputError: it cannot be read, or is no image or video of a possible size.
-    """
+    """An input image or video; an `InputError` if it cannot be read, or has no possible size."""
     path = _file(role, Path(path))
     file = InputFile(role, str(path), file_digest(path))
-    if role == "video":
-        open_video(file, 1)
-    else:
-        open_picture(file)
+    pictures_of([file], 1)
     return file
 
 
 def adapter(role: Role, text: str) -> InputFile:
     """An adapter from ``NAME[:scale]``: a safetensors file, a folder that holds one, or a repository of a hub.
 
-    A ControlNet is the folder that its ``save_pretrained`` wrote.
-
-    Raises:
-        InputError: it is not there, it holds no adapter, or the scale is not a number.
+    A ControlNet is the folder that its ``save_pretrained`` wrote. An `InputError` says what is wrong with it.
     """
     name, colon, last = text.rpartition(":")
     scale = 1.0
@@ -229,11 +219,7 @@ def _check_same(file: InputFile, digest: str) -> None:
 
 
 def find_input_file(file: InputFile, beside: Path) -> InputFile:
-    """A file with the bytes of a receipt's file: at its path, or with its name next to the image or in this folder.
-
-    Raises:
-        InputError: it is missing, or has changed.
-    """
+    """A file with the bytes of a receipt's file: at its path, or with its name next to the image or in this folder."""
     name = Path(file.path).name
     changed = None
     for path in dict.fromkeys([Path(file.path), beside / name, Path(name)]):
@@ -252,11 +238,7 @@ def find_input_file(file: InputFile, beside: Path) -> InputFile:
 
 
 def check_roles(files: Iterable[InputFile], strength: float | None = None) -> None:
-    """Reject files that cannot be combined.
-
-    Raises:
-        InputError: naming the options.
-    """
+    """Reject files that cannot be combined, with an `InputError` that names the options."""
     roles = [file.role for file in files]
     if strength is not None and not {"image", "video"} & set(roles):
         raise FieldError("strength", "{strength} needs {image} as well, or {video}")
@@ -272,11 +254,7 @@ NEEDED = {"mask": "image", "ip-image": "ip-adapter", "ip-adapter": "ip-image", "
 
 
 def controlnet_class(folder: Path) -> type[Any]:
-    """The class of a saved ControlNet.
-
-    Raises:
-        InputError: the folder holds none, or no safetensors file.
-    """
+    """The class of a saved ControlNet; an `InputError` if the folder holds none, or no safetensors file."""
     import diffusers
 
     what, way = f"--controlnet {str(folder)!r}", "give the folder that controlnet.save_pretrained(...) wrote"
@@ -310,11 +288,7 @@ def check_encoder(files: Iterable[InputFile], index: Mapping[str, Any]) -> None:
 
 
 def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None = None) -> str:
-    """The pipeline class for input images: the model's own, or diffusers' image-to-image class for the model, by name.
-
-    Raises:
-        InputError: there is none, or it cannot load an adapter.
-    """
+    """The name of the pipeline class for input images: the model's own, or diffusers' image-to-image class for it."""
     import diffusers
 
     files = list(files)

@@ -244,8 +244,7 @@ def makes_videos(pipeline: str) -> bool | None:
 def check_layout(model: ModelInfo) -> None:
     """Reject a transformer without a derivable layout, before any rank loads its weights.
 
-    A class that the support table knows has a layout. Any other is probed here, with two blocks and random
-    weights, as every rank will probe it with the real ones.
+    A class that the support table does not know is probed here, with two blocks and random weights.
     """
     if model.transformer_class not in support.support_table():
         from ..layout.describe import layout_of_class
@@ -256,11 +255,7 @@ def check_layout(model: ModelInfo) -> None:
 def check_config(
     config: ParallelConfig, model: ModelInfo, devices: int, size: tuple[int, int] | None = None, frames: int = 1
 ) -> None:
-    """Reject a configuration that does not fit the ranks, the model or the image.
-
-    Raises:
-        ConfigError: naming both numbers and the way out.
-    """
+    """Reject a configuration that does not fit the ranks, the model or the image, with a `ConfigError`."""
     config.check_world_size(devices)
     if config.inputs == "per-data-rank" and config.data > 1:
         raise ConfigError(
@@ -311,7 +306,6 @@ def job_for(
 
     Args:
         request: without a size, that of an input image is taken, see `input_size`; an embedded model has its own.
-        prompts: in the place of the request's one.
         more: the other fields of the job; ``labels`` are found by the prompts if not given.
 
     Raises:

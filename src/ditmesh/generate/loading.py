@@ -1,8 +1,6 @@
 """`load`: read a pipeline so that no rank ever holds all weights of the transformer.
 
-`DiffusionPipeline.from_pretrained` followed by `parallelize` needs room for the whole transformer on every rank.
-Here the transformer is built without memory and every rank reads its own slices, or its own stage's blocks, from the
-safetensors files.
+The transformer is built without memory, and every rank reads its own slices, or its own stage's blocks, from the files.
 """
 
 from __future__ import annotations
@@ -176,7 +174,6 @@ def read_pipeline(
 
     Args:
         config, mesh: they say which share. Default: the mesh's, and all of it.
-        torch_dtype, variant, components: as for `load`; errors too.
         kind: class of the pipeline; default: the saved one.
         together: all ranks of the job call this alike, and those of a host share converted weights (`one_copy`).
     """

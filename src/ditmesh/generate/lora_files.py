@@ -106,11 +106,7 @@ class Strength(BaseModel):
         return about
 
     def of(self, layer: str, rank: int) -> float:
-        """The scale of a LoRA layer whose two matrices have this rank.
-
-        Raises:
-            InputError: the settings say another rank.
-        """
+        """The scale of a LoRA layer whose two matrices have this rank; an `InputError` if the settings say another."""
         told = int(_of_pattern(self.rank_pattern, layer, self.r))
         if told != rank:
             raise InputError(
@@ -180,11 +176,7 @@ def read_lora(path: Path) -> LoraContent:
 
 
 def _layers_of(names: list[str]) -> tuple[list[LoraLayer], list[str]]:
-    """Layers, and other tensors.
-
-    Raises:
-        InputError: there are too many tensors, names that no layer has, or half of a layer.
-    """
+    """Layers, and other tensors; refuses too many tensors, names that no layer has, and half of a layer."""
     if len(names) > MOST_TENSORS:
         raise InputError(f"has {len(names):,} tensors, and an adapter may have {MOST_TENSORS:,}; take another file")
     layers: dict[str, LoraLayer] = {}
@@ -220,11 +212,7 @@ def settings_file(path: Path) -> Path | None:
 
 
 def _settings(path: Path, metadata: Mapping[str, str]) -> dict[str, Strength]:
-    """What settings of peft say of the strength, by component. Names of layers are compared, and no pattern is run.
-
-    Raises:
-        InputError: a setting means something else, or is out of range.
-    """
+    """What settings of peft say of the strength, by component. Names of layers are compared, and no pattern is run."""
     beside, parts = settings_file(path), dict[str, dict[str, Any]]()
     if beside is None and METADATA not in metadata:
         return {}

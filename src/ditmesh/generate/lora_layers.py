@@ -115,8 +115,7 @@ def _component_of(layer: str) -> tuple[str, list[str]]:
 def fitted(pipe: Any, content: LoraContent, component: str) -> FittedLora:
     """The adapter of a file for a pipeline, layer by layer; ``component``: what gets the transformer's.
 
-    Raises:
-        InputError: a layer has another size than the pipeline's, or a part that changes the others cannot be used.
+    An `InputError`: a layer has another size than the pipeline's, or a part that changes the others cannot be used.
     """
     fitting = _Fitting(pipe, content, component)
     for layer in content.layers:

@@ -25,8 +25,7 @@ SINGLE_FILES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth", ".gguf")
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A diffusers pipeline as its folder describes it: ``model_index.json``, and the configurations of transformer and
-    VAE.
+    """A diffusers pipeline as its folder describes it: the index, and the configurations of transformer and VAE.
 
     Attributes:
         name: as the user gave it, a folder or a hub id; of an embedded model its name.
@@ -60,8 +59,7 @@ class ModelInfo:
     @property
     def heads(self) -> int | None:
         """Attention heads of the transformer's blocks, when its configuration says."""
-        keys = ("num_attention_heads", "num_heads", "n_heads")
-        return next((self.transformer[key] for key in keys if isinstance(self.transformer.get(key), int)), None)
+        return _first_number(self.transformer, "num_attention_heads", "num_heads", "n_heads")
 
     @property
     def most_blocks(self) -> int | None:
@@ -82,9 +80,8 @@ class ModelInfo:
     def vae_scale(self) -> int:
         """Pixels per latent, along one side."""
         vae = self.vae
-        for key in ("spatial_compression_ratio", "scale_factor_spatial"):
-            if isinstance(vae.get(key), int):
-                return vae[key]
+        if (scale := _first_number(vae, "spatial_compression_ratio", "scale_factor_spatial")) is not None:
+            return scale
         if isinstance(vae.get("spatio_temporal_scaling"), list):
             return int(vae.get("patch_size") or 1) * 2 ** sum(map(bool, vae["spatio_temporal_scaling"]))
         # Autoencoders of video models name their temporal factor, and halve once a stage of it.
@@ -118,18 +115,14 @@ class ModelInfo:
 
     @property
     def default_size(self) -> tuple[int, int] | None:
-        """Width and height in pixels that the pipeline makes by default, as far as the files say.
-
-        Of an embedded model its own.
-        """
+        """Width and height in pixels that the pipeline makes by default, as far as the files say."""
         sample = self.transformer.get("sample_size")
-        if isinstance(sample, int):
-            return (sample * self.vae_scale, sample * self.vae_scale)
-        if isinstance(sample, list) and len(sample) == 2:
-            return (sample[1] * self.vae_scale, sample[0] * self.vae_scale)
-        width, height = (self.transformer.get(f"sample_{side}") for side in ("width", "height"))
-        if isinstance(width, int) and isinstance(height, int):
-            return (width * self.vae_scale, height * self.vae_scale)
+        sides = [sample, sample] if isinstance(sample, int) else sample
+        if not isinstance(sides, list):
+            sides = [self.transformer.get(f"sample_{side}") for side in ("height", "width")]
+        height, width = sides if len(sides) == 2 else (None, None)
+        if isinstance(height, int) and isinstance(width, int):
+            return width * self.vae_scale, height * self.vae_scale
         own = zoo.embedded(self.files)
         return None if own is None else (own.size, own.size)
 
@@ -149,9 +142,9 @@ class ModelInfo:
     def frame_step(self) -> int | None:
         """A video has so many times k, and one frames; None: the autoencoder's configuration does not say."""
         vae = self.vae
-        for key in ("scale_factor_temporal", "temporal_compression_ratio", "temporal_compression"):
-            if isinstance(vae.get(key), int):
-                return vae[key]
+        scale = _first_number(vae, "scale_factor_temporal", "temporal_compression_ratio", "temporal_compression")
+        if scale is not None:
+            return scale
         for key in ("temperal_downsample", "spatio_temporal_scaling"):
             if isinstance(vae.get(key), list):
                 return int(vae.get("patch_size_t") or 1) * 2 ** sum(map(bool, vae[key]))
@@ -188,10 +181,7 @@ class ModelInfo:
         return prod(self.token_grid(width, height, frames))
 
     def size_like(self, width: int, height: int, most: int) -> tuple[int, int]:
-        """A size that the model can make, of the shape of an input image: multiples of `size_multiple`.
-
-        ``most``: pixels, about; a larger image is made smaller, and a smaller one keeps its size.
-        """
+        """A size that the model can make, of the shape of an input image, which is made smaller to ``most`` pixels."""
         step, limit = self.size_multiple, self.largest_side
         factor = min(1.0, (most / (width * height)) ** 0.5)
         if limit is not None:
@@ -221,12 +211,15 @@ class ModelInfo:
             )
 
 
+def _first_number(config: Mapping[str, Any], *keys: str) -> int | None:
+    return next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+
+
 def find_model(model: str | Path) -> ModelInfo:
     """Read the facts about a model from a folder or from the hub (its JSON files only).
 
-    Args:
-        model: folder that ``pipe.save_pretrained`` wrote, the name of an embedded model (`ditmesh.zoo`; a folder
-            of that name goes first), or a hub id such as ``owner/name``.
+    ``model``: folder that ``pipe.save_pretrained`` wrote, the name of an embedded model (`ditmesh.zoo`; a folder of
+    that name goes first), or a hub id such as ``owner/name``.
 
     Raises:
         InputError: there is no such model, it cannot be reached, or it is not a pipeline with a transformer.

@@ -34,8 +34,7 @@ MIN_SHARED_BYTES = 16 << 20
 def shareable_components(info: ModelInfo, without: Collection[str] = ()) -> list[tuple[str, int]]:
     """Names of the components with weights, and the bytes of their files; none, where sharing is not worth it.
 
-    Args:
-        without: components that are not read whole, or not at all.
+    ``without``: components that are not read whole, or not at all.
     """
     components = []
     for name, entry in info.index.items():
@@ -54,12 +53,12 @@ def shared_components(
     """Components of which all ranks of a host have one copy. Every rank calls this alike.
 
     Args:
-        components: the result of `shareable_components`; without the same one on all ranks nothing is shared.
+        components: of `shareable_components`; where ranks differ nothing is shared.
         load: loads the pipeline; the first rank of each host calls it.
 
     Returns:
-        The pipeline, where this rank has loaded it; else None, and the components by name, to be loaded with. Nothing
-        of both where this rank has to load for itself.
+        The pipeline, where this rank has loaded it, and the components by name, to be loaded with; neither where this
+        rank has to load for itself.
     """
     rank = dist.get_rank()
     if any(other != components for other in gather_objects(components)) or not components:

@@ -32,11 +32,7 @@ PipelineOutput: TypeAlias = Picture | VideoFrames
 
 
 def outputs_of(output: Any) -> list[PipelineOutput]:
-    """The images or videos in a pipeline's output.
-
-    Raises:
-        InputError: it holds something else.
-    """
+    """The images or videos in a pipeline's output; an `InputError` if it holds something else."""
     images, videos = getattr(output, "images", None), getattr(output, "frames", None)
     if images is not None and len(images) and not any(isinstance(image, (list, tuple)) for image in images):
         return [Picture(image) for image in images]

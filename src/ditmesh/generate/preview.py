@@ -36,10 +36,8 @@ class LatentColours:
     def picture(self, latents: Tensor, width: int, height: int) -> Image | None:
         """An image of the first latents of a batch, one pixel each, of frames the middle one; None: of another form.
 
-        Args:
-            latents: as a pipeline's callback has them: (batch, channels, [frames,] height, width), or tokens of one
-                latent pixel, or of two by two, in rows.
-            width, height: of the image that is generated; of use for tokens only.
+        Latents are (batch, channels, [frames,] height, width), or tokens of one latent pixel, or of two by two, in
+        rows, for which the width and height of the image that is generated are needed.
         """
         from PIL import Image
 

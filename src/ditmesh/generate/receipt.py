@@ -145,8 +145,7 @@ def text_chunk(receipt: Receipt) -> PngInfo:
 def write_free(made: PipelineOutput, path: str | Path, receipt: Receipt, overwrite: bool = False) -> Path:
     """Write an image or video, of PIL images, under the first of its names that is free; returns the path.
 
-    Args:
-        overwrite: a file of such a name that ditmesh has written is replaced.
+    ``overwrite``: a file of such a name that ditmesh has written is replaced.
     """
     for free in free_names(path):
         with suppress(FileExistsError):

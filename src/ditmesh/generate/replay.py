@@ -83,11 +83,7 @@ def receipt_model(receipt: Receipt, model: str | None = None) -> ModelInfo:
 
 
 def receipt_config(receipt: Receipt) -> ParallelConfig:
-    """The configuration that a receipt names; missing settings have their defaults.
-
-    Raises:
-        ConfigError: it holds a setting that this version does not know.
-    """
+    """The configuration that a receipt names; missing settings have their defaults, unknown ones are refused."""
     settings = {_RECORDED_AS.get(name, name): value for name, value in receipt.config.items()}
     stale = settings.get("exchange") == "displaced" or settings.get("pipe", 1) > 1 or bool(settings.get("patches"))
     if settings.get("predict") is None and stale and not settings.get("reproducible"):
@@ -109,10 +105,8 @@ def job_of(
 ) -> PictureJob:
     """The job that generates the receipt's image: as its only one where it is `drawn_alone`, else at its old place.
 
-    Input files that are not where they were are looked for in the folder ``beside``.
-
-    In fast mode the whole call is generated again, because a batch of another size may be rounded otherwise. So it is
-    with a control image, which some pipelines encode for all images of a call with one generator.
+    Else the whole call is generated again, because a batch of another size may be rounded otherwise. Input files that
+    are not where they were are looked for in the folder ``beside``.
     """
     parameters = parameters_of(model.pipeline_class)
     unguided = bool(parameters) and "guidance_scale" not in parameters
@@ -144,7 +138,10 @@ def job_of(
 
 
 def drawn_alone(receipt: Receipt, config: ParallelConfig) -> bool:
-    """True if the image comes out the same without the others of its call, and `job_of` is for it alone."""
+    """True if the image comes out the same without the others of its call, and `job_of` is for it alone.
+
+    Some pipelines encode a control image for all images of a call with one generator.
+    """
     return config.reproducible and all(file.role != "control" for file in receipt.files)
 
 

@@ -26,11 +26,7 @@ def generate(job: PictureJob, *, report: MessageSink | None = None) -> float:
     """Load the pipeline, make it parallel, generate everything. Every rank of the job calls this.
 
     Rank 0 writes each PNG or MP4 as soon as it has it and reports `Loaded`, `StepDone` and `Generated`; returns the
-    seconds that the pipeline's calls took on this rank.
-
-    Raises:
-        InputError: the pipeline cannot run the request.
-        LayoutError: the transformer's tokens could not be found out.
+    seconds that the pipeline's calls took on this rank. Errors as of `PipelineRunner.open`.
     """
     import torch.distributed as dist
 

@@ -142,7 +142,7 @@ class PipelineRunner:
         import diffusers
         import torch
 
-        from .loading import ahead_stays, dtype_option
+        from .loading import ahead_stays, dtype_option, read_pipeline
         from .shares import whole_shapes
 
         # Before the class is imported, which may fail for missing optional packages.
@@ -152,8 +152,12 @@ class PipelineRunner:
         if checked and isinstance(kind, type):
             check_call(job, name, call_parameters(kind))
         other = kind if name != job.pipeline_class else None
-        parts = load_controlnet(job.files, dtype_option(getattr(torch, job.dtype)))
-        pipe = load_pipeline(job.model, job.name, job.dtype, None, job.variant, other, mesh, together, **parts)
+        info, dtype = find_model(job.model), getattr(torch, job.dtype)
+        # Messages name a folder as the user did.
+        info = replace(info, name=job.name) if info.local else info
+        parts = load_controlnet(job.files, dtype_option(dtype))
+        pipe = read_pipeline(info, None, mesh, dtype, job.variant, other, together, **parts)
+        pipe.set_progress_bar_config(disable=True)
         with whole_shapes(pipe, mesh) if mesh is not None else contextlib.nullcontext():
             notes = load_adapters(pipe, job.files)
         if job.scheduler is not None:
@@ -187,10 +191,7 @@ class PipelineRunner:
         self.facts |= {"config": config.recorded(), "devices": config.world_size}
 
     def as_class(self, name: str) -> PipelineRunner:
-        """The runner of a pipeline of another class on the same components, and on the same ranks if there are any.
-
-        Not made by diffusers' ``from_pipe``, which casts the components.
-        """
+        """The runner of another class on the same components and ranks; diffusers' ``from_pipe`` casts components."""
         import diffusers
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
@@ -214,11 +215,9 @@ class PipelineRunner:
     def prepare(
         self, job: PictureJob, number: int = 0, pictures: Mapping[str, Any] | None = None, **more: Any
     ) -> Prepared:
-        """Prepare call ``number`` of a job.
+        """Prepare call ``number`` of a job, with ``more`` arguments in the place of the job's, or beside them.
 
-        Args:
-            pictures: the job's input images, by the argument that takes each; default: its files are read.
-            more: arguments in the place of the job's, or beside them.
+        ``pictures``: the job's input images, by the argument that takes each; default: its files are read.
         """
         if pictures is None:
             pictures = pictures_of(job.files, None if "num_frames" in self.parameters else job.frames)
@@ -230,11 +229,7 @@ class PipelineRunner:
         return Prepared(job, job.call(number), self.pipe, self.kind, arguments | more, steps)
 
     def run(self, prepared: Prepared, on_step: Callable[[int, int], None] | None = None) -> list[PipelineOutput]:
-        """Generate the images or videos of a call.
-
-        Args:
-            on_step: takes the denoising steps that were taken since the last time, and how many there are.
-        """
+        """Generate the images or videos of a call; ``on_step`` takes the steps since the last time, and of how many."""
         from ..core.generators import OwnGenerators
 
         pipe, planned, given = prepared.pipe, prepared.steps, dict(prepared.arguments)
@@ -293,32 +288,6 @@ class PipelineRunner:
         )
 
 
-def load_pipeline(
-    model: str,
-    name: str,
-    dtype: str,
-    device: torch.device | str | None,
-    variant: str | None = None,
-    kind: type[Any] | None = None,
-    mesh: Mesh | None = None,
-    together: bool = False,
-    **components: Any,
-) -> Any:
-    """Load a pipeline onto its device, or where it is, without a progress bar; ``name``: the user's."""
-    import torch
-
-    from .loading import read_pipeline
-
-    info = find_model(model)
-    # Messages name a folder as the user did.
-    info = replace(info, name=name) if info.local else info
-    pipe = read_pipeline(info, None, mesh, getattr(torch, dtype), variant, kind, together, **components)
-    if device is not None:
-        pipe.to(device)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def share_of(job: PictureJob, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
     """The mesh if ranks can read only their share of the transformers; otherwise the reason why they cannot."""
     from .loading import partial_read_refusal
@@ -333,8 +302,7 @@ def receipt_facts(
 ) -> dict[str, Any]:
     """The facts about weights and environment for receipts, on rank 0; empty on other ranks. Collective.
 
-    Args:
-        share: by which the transformers were read, or are cut by now; None: they are whole.
+    ``share``: by which the transformers were read, or are cut by now; None: they are whole.
     """
     from ..core.digests import weights_fingerprint
     from ..strategies.determinism import deterministic
@@ -370,12 +338,7 @@ def fitting_job(job: PictureJob, device: torch.device, side_by_side: bool = Fals
     """The job with the configuration of ``"auto"``, and what to say about it. Every rank calls this alike.
 
     Nothing is read but the model's JSON files. ``"auto"`` is left to the engine where the class has no reviewed layout.
-
-    Args:
-        side_by_side: whether groups of ranks may make calls of their own.
-
-    Raises:
-        InputError: the job does not fit into memory, and asks for this look.
+    An `InputError` says that the job does not fit into memory. ``side_by_side``: groups of ranks may make calls alone.
     """
     import torch
 
@@ -414,11 +377,7 @@ def fitting_job(job: PictureJob, device: torch.device, side_by_side: bool = Fals
 
 
 def quieten() -> None:
-    """Hide loading bars in this process, and show warnings of libraries only on the first rank.
-
-    N ranks that all say the same tell the user nothing more. What one says and a user can act upon stays: weights that
-    a file lacks, text that is cut off.
-    """
+    """Hide loading bars in this process, and show warnings of libraries only on the first rank."""
     import diffusers
     import tqdm
     import transformers

@@ -24,8 +24,7 @@ SCHEDULERS = (*FLOW_SCHEDULERS, *FLOW_BY_SETTING, *NOISE)
 def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
     """The scheduler class ``name`` of diffusers, with the settings of the pipeline's scheduler of class ``own``.
 
-    Raises:
-        InputError: it is none of `SCHEDULERS`, or solves another equation than the model was trained for.
+    An `InputError`: it is none of `SCHEDULERS`, or solves another equation than the model was trained for.
     """
     import diffusers
 

@@ -16,11 +16,7 @@ SHAPING = ("image", "video", "control")
 
 
 def input_size(model: ModelInfo, files: Sequence[InputFile], strength: float | None = None) -> tuple[int, int] | None:
-    """The output's width and height for a job's input files (see `ModelInfo.size_like`); None: the model's own size.
-
-    Raises:
-        InputError: a file cannot be read, or the mask has another shape than its image.
-    """
+    """The output's width and height for a job's input files (see `ModelInfo.size_like`); None: the model's own size."""
     inputs = {file.role: file for file in files if file.role in (*SHAPING, "mask")}
     role = next((role for role in SHAPING if role in inputs), None)
     if role is None or model.labels:
@@ -43,11 +39,7 @@ def check_mask_shape(image: tuple[int, int], mask: tuple[int, int]) -> None:
 
 
 def stretched(pictures: Mapping[str, Any], size: tuple[int, int], step: int) -> str | None:
-    """A sentence about input images with another shape than the output; None: the shapes are equal.
-
-    Args:
-        step: sides are multiples of it.
-    """
+    """A sentence about input images of another shape than the output, of sides in multiples of ``step``; or None."""
     for role in SHAPING:
         picture = pictures.get(IMAGE_ARGUMENTS[role])
         picture = picture[0] if isinstance(picture, Sequence) and picture else picture

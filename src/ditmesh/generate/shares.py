@@ -48,9 +48,6 @@ def load_transformer(
     other stages' blocks are empty tensors until `restore` fetches them. With ``shard``, there as well, those in pieces
     are empty, and this rank's pieces beside the model. Nothing else is read from the files.
 
-    Args:
-        torch_dtype: of floating-point weights; default: float32. Modules that the class keeps in float32 stay so.
-
     Raises:
         ConfigError: fewer blocks than stages, ``stages`` that are not the model's blocks, or fewer heads than ranks.
         InputError: no safetensors files, a quantised checkpoint, or weights that do not fit the class.
@@ -72,8 +69,8 @@ def load_transformer(
             return torch.empty(0, dtype=dtype, device=device)
         if name in pieces:
 
-            def rows(first: int, last: int, out: Tensor | None = None) -> Tensor:
-                return read_slice(stored, *cuts.get(name, (0, WHOLE)), rank, dtype, device, (first, last), out)
+            def rows(first: int, last: int) -> Tensor:
+                return read_slice(stored, *cuts.get(name, (0, WHOLE)), rank, dtype, device, (first, last))
 
             return pieces.read(name, rows)
         return read_slice(stored, *cuts.get(name, (0, WHOLE)), rank, dtype, device)
@@ -124,29 +121,18 @@ class _Pieces:
         return name in self._places
 
     def read(self, name: str, rows: Callable[..., Tensor]) -> Tensor:
-        """Read this rank's part of a parameter; returns an empty tensor in its place.
-
-        Args:
-            rows: reads some of its rows, from and to, into a tensor if one is given.
-        """
+        """Read this rank's part of a parameter, of which ``rows`` reads some rows; returns an empty tensor for it."""
         number, place = self._places[name]
         _, packed, piece = self._made[number]
         shape, dtype = packed.specs[place]
         if place in self._by_numbers[number]:
             source, target = self._by_numbers[number][place]
-            flat, width = piece[target].view(dtype), prod(shape[1:])
+            width = prod(shape[1:])
             low, high = source.start // dtype.itemsize, source.stop // dtype.itemsize
-            first, last = -(-low // width), high // width
-            if shape and first < last:
-                # Read into the final memory: temporary memory would leave holes.
-                rows(first, last, flat[first * width - low : last * width - low].view(last - first, *shape[1:]))
-            # Rows of which other ranks hold a part.
-            edges = {(low, min(first * width, high)), (max(last * width, low), high)} if shape else {(0, 1)}
-            for begin, end in edges:
-                if begin < end and (begin % width or end % width or not shape):
-                    row = begin // width
-                    values = rows(row, row + 1).reshape(-1)
-                    flat[begin - low : end - low].copy_(values[begin - row * width : end - row * width])
+            # Of the first and the last row other ranks may hold a part.
+            first, last = low // width, -(-high // width)
+            values = rows(first, last).reshape(-1)[low - first * width : high - first * width]
+            piece[target].view(dtype).copy_(values)
         return torch.empty(0, dtype=dtype, device=piece.device)
 
     def bind(self, model: nn.Module) -> None:
@@ -163,12 +149,7 @@ class _Pieces:
 
 
 def _elsewhere(model: nn.Module, config: ParallelConfig, mesh: Mesh, shapes: Mapping[str, list[int]]) -> set[str]:
-    """Names of the parameters that are not on this rank's stage; none without a reviewed layout.
-
-    Args:
-        model: without memory for its weights.
-        shapes: of this rank's slices, by which blocks go to stages.
-    """
+    """Names of the parameters that are not on this rank's stage, by the shapes of its slices; none without a layout."""
     layout = layout_of(model)
     if layout is None:
         return set()

@@ -55,11 +55,7 @@ def write_mp4(frames: Sequence[Image], path: str | Path, fps: float, metadata: d
 
 
 def metadata_of(path: str | Path) -> dict[str, str]:
-    """The texts in a video's container.
-
-    Raises:
-        InputError: PyAV is not installed, or the file is not a video that can be read.
-    """
+    """The texts in a video's container; an `InputError` if it is none, or PyAV is not installed."""
     with open_container(path, str(path)) as container:
         return dict(container.metadata)
 

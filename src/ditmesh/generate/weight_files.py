@@ -26,11 +26,7 @@ WHOLE = Partition(())
 
 
 def saved_denoisers(info: ModelInfo) -> dict[str, type[Any]]:
-    """The classes of a saved pipeline's denoisers, by name.
-
-    Raises:
-        InputError: diffusers does not have one.
-    """
+    """The classes of a saved pipeline's denoisers, by name; an `InputError` if diffusers does not have one."""
     import diffusers
 
     kinds: dict[str, type[Any]] = {}
@@ -50,9 +46,7 @@ def saved_denoisers(info: ModelInfo) -> dict[str, type[Any]]:
 def build_empty(kind: type[Any], folder: Path, dtype: torch.dtype | None) -> Any:
     """The model without memory for its weights; small tables that are computed, not saved, are there.
 
-    Args:
-        folder: with its configuration.
-        dtype: of weights without one of their own.
+    ``dtype``: of weights without one of their own.
     """
     from accelerate import init_empty_weights
 
@@ -142,11 +136,7 @@ def final_dtype(model: nn.Module, name: str, made: torch.dtype, torch_dtype: tor
 
 
 def weight_files(folder: Path, variant: str | None = None) -> list[Path]:
-    """The safetensors files of a saved model, one or several.
-
-    Raises:
-        InputError: there are none.
-    """
+    """The safetensors files of a saved model, one or several; an `InputError` if there are none."""
     middle = f".{variant}" if variant else ""
     for name in (f"{WEIGHTS}.safetensors.index{middle}.json", f"{WEIGHTS}{middle}.safetensors.index.json"):
         if (index := folder / name).is_file():
@@ -169,11 +159,10 @@ def read_slice(
     dtype: torch.dtype,
     device: torch.device,
     rows: tuple[int, int] | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """This rank's slice of a stored tensor, in memory of its own: the file is mapped, not read.
 
-    ``rows``: only these of the slice, from and to; ``out``: of their shape and dtype, takes them.
+    ``rows``: only these of the slice, from and to.
     """
     shape = list(stored.get_shape())
     if not shape:
@@ -185,7 +174,7 @@ def read_slice(
     shape[along] = sum(last - first for first, last in runs)
     low, high = rows or (0, shape[0])
     shape[0] = high - low
-    value = torch.empty(shape, dtype=dtype, device=device) if out is None else out
+    value = torch.empty(shape, dtype=dtype, device=device)
     if cut is None and rank > 0:
         return value.zero_()
     start = 0

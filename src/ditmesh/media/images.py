@@ -55,12 +55,10 @@ def is_image(head: bytes) -> bool:
 def read_image(
     file: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS, formats: tuple[str, ...] = READ_FORMATS
 ) -> Image:
-    """The image in a file, upright sRGB; of an animation the first frame.
+    """The image in a seekable file, upright sRGB; of an animation the first frame.
 
     Args:
-        file: opened for reading, seekable.
-        name: of it, for messages.
-        most_pixels: which it may have.
+        name: of the file, for messages.
         formats: of Pillow, which it may be of.
 
     Raises:
@@ -85,11 +83,7 @@ def read_mask(
 
 
 def image_size(file: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS) -> tuple[int, int]:
-    """(height, width) of an image as `read_image` returns it; only the file's head is read, as far as Pillow can.
-
-    Raises:
-        InputError: it is no image, or has more pixels.
-    """
+    """(height, width) of an image as `read_image` returns it; only the file's head is read, as far as Pillow can."""
     with opened_image(file, name, most_pixels) as image:
         width, height = image.size
         # Pillow swaps the sides of a TIFF by itself.
@@ -99,11 +93,7 @@ def image_size(file: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS) -> 
 
 
 def as_seen(image: Image, name: str) -> Image:
-    """An opened image of any mode as RGB: upright, in sRGB, over white.
-
-    Raises:
-        InputError: its samples have a range that cannot be known.
-    """
+    """An opened image of any mode as RGB: upright, in sRGB, over white. Errors as of `read_image`."""
     import PIL.Image
 
     turned = _upright(image, name)
@@ -116,11 +106,7 @@ def as_seen(image: Image, name: str) -> Image:
 
 
 def as_mask(image: Image, name: str) -> Image:
-    """An opened image of any mode as a mask: see `read_mask`.
-
-    Raises:
-        InputError: its samples have a range that cannot be known, or it is partly transparent only.
-    """
+    """An opened image of any mode as a mask, as `read_mask` reads it. Errors as of `read_image`."""
     colour, alpha = _parts(_eight_bits(_upright(image, name), name))
     least = 255 if alpha is None else alpha.getextrema()[0]
     if alpha is None or least == 255:

@@ -32,11 +32,7 @@ _HDR = {16: "PQ", 18: "HLG"}
 
 
 def check_video_library() -> None:
-    """Raise an error if PyAV is not installed.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Raise an `InputError` if PyAV is not installed."""
     if find_spec("av") is None:
         raise InputError(not_installed("reading or writing a video", "PyAV", "video"))
 
@@ -48,7 +44,6 @@ def read_frames(
 
     Args:
         source: the file, its content, or the opened file.
-        name: of it, for messages.
         most: frames that are read at most.
         most_pixels: of all these frames.
 
@@ -71,11 +66,7 @@ def read_frames(
 
 
 def frame_size(file: BinaryIO, name: str) -> tuple[int, int]:
-    """(height, width) of the frames of a video or animated image; of a video the first frame is decoded.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """(height, width) of the frames of a video or animated image; of a video the first frame is decoded."""
     if is_image(_head(file)):
         return image_size(file, name)
     # Containers may give wrong sizes.
@@ -85,11 +76,7 @@ def frame_size(file: BinaryIO, name: str) -> tuple[int, int]:
 
 
 def open_container(source: Any, name: str) -> Any:
-    """A video opened by PyAV, from a file's name or an opened file.
-
-    Raises:
-        InputError: it cannot be read, or PyAV is not installed.
-    """
+    """A video opened by PyAV, from a file's name or an opened file; an `InputError` if that fails."""
     check_video_library()
     import av
     from av.error import FFmpegError

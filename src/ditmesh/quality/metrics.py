@@ -1,7 +1,4 @@
-"""Distances between images and between tensors.
-
-No measure in this module needs weights; `quality.perceptual` has one that does.
-"""
+"""Distances between images and between tensors; `quality.perceptual` has one that needs weights."""
 
 from __future__ import annotations
 
@@ -46,11 +43,7 @@ class Difference:
 
 
 def compare(picture: Any, reference: Any, perceptual: bool = False) -> Difference:
-    """All distances between two images (see `as_picture`); the learned one if requested and installed.
-
-    Raises:
-        InputError: the images have different sizes.
-    """
+    """All distances between two images of one size (see `as_picture`); the learned one if requested and installed."""
     from ..core.digests import digest
 
     raw = (value if hasattr(value, "detach") else np.asarray(value) for value in (picture, reference))
@@ -116,10 +109,7 @@ def ssim(picture: Any, reference: Any) -> float:
 
 
 def absolute_error(tensor: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
-    """Largest absolute difference, and the largest absolute value of the reference, in float32.
-
-    A value that is not finite on one side and not the same on the other counts as an infinite difference.
-    """
+    """Largest absolute difference (infinite where one side alone is not finite), and largest value of the reference."""
     import torch
 
     ours, theirs = tensor.detach().float(), reference.detach().float()

@@ -18,12 +18,8 @@ if TYPE_CHECKING:
 def as_picture(image: Any) -> Picture:
     """An image from a PIL image, an array of 8-bit or float values, or a tensor: float64 (H, W, C), 0 to 1.
 
-    Args:
-        image: PIL image, seen as `ditmesh.media.images` sees it, or (H, W) or (H, W, C) values: integers up to 255,
-            or floats up to 1.
-
-    Raises:
-        InputError: it has other dimensions.
+    ``image``: PIL image, seen as `ditmesh.media.images` sees it, or (H, W) or (H, W, C) values: integers up to 255, or
+    floats up to 1; an `InputError` if it has other dimensions.
     """
     if hasattr(image, "convert"):
         image = image if image.mode == "RGB" and not image.info else as_seen(image, "the image")

@@ -73,7 +73,6 @@ class Ranks:
 
         Args:
             model: folder of a saved pipeline, a hub id, or the name of an embedded model.
-            config: as for `parallelize`.
             options: more arguments of `ditmesh.load`, such as ``torch_dtype`` or ``variant``.
 
         Raises:
@@ -114,11 +113,8 @@ class Ranks:
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank; where a `RemotePipeline` is passed, it gets the rank's pipeline.
 
-        ::
-
-            ranks.run(lambda pipe: pipe.transformer.config.num_layers, pipe)
-
-        Lambdas, closures and functions of notebook cells are sent by value.
+        So ``ranks.run(lambda pipe: pipe.transformer.config.num_layers, pipe)``: lambdas, closures and functions of
+        notebook cells are sent by value.
 
         Returns:
             The result of every rank, in rank order; tensors on the CPU.

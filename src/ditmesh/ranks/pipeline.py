@@ -204,9 +204,8 @@ class RemoteCall:
         on_update: OnUpdate | None = None,
     ) -> None:
         self._pool, self._options, self._name, self._callback, self._on_update = pool, bar, name, callback, on_update
-        self._bars: list[Any] = []
-        # Steps done of each bar, and its total: tqdm's own count stands still in a bar that is not shown.
-        self._counts: list[tuple[int, int | None]] = []
+        # Each bar, its steps that are done, and its total: tqdm's own count stands still in a bar that is not shown.
+        self._bars: list[tuple[Any, int, int | None]] = []
         self._interrupted = self._in_callback = False
         # The callback's exception, or an interrupt; the ranks are told to stop.
         self.error: BaseException | None = None
@@ -217,13 +216,11 @@ class RemoteCall:
         if kind == "open":
             from tqdm.auto import tqdm
 
-            self._bars.append(tqdm(total=content, **self._options))
-            self._counts.append((0, content))
+            self._bars.append((tqdm(total=content, **self._options), 0, content))
         elif kind == "close" and self._bars:
-            self._bars.pop().close()
-            self._counts.pop()
+            self._bars.pop()[0].close()
         elif kind == "describe":
-            self._bars[-1].set_description(content)
+            self._bars[-1][0].set_description(content)
         elif kind == "update":
             self._update(content)
         elif kind == "step":
@@ -253,7 +250,7 @@ class RemoteCall:
         finally:
             if ours:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            for bar in self._bars:
+            for bar, *_ in self._bars:
                 bar.close()
 
     def _answer(self, content: Callable[[], Any]) -> None:
@@ -271,9 +268,9 @@ class RemoteCall:
         self._pool.reply(reply)
 
     def _update(self, steps: int) -> None:
-        self._bars[-1].update(steps)
-        done, total = self._counts[-1]
-        self._counts[-1] = done + steps, total
+        bar, done, total = self._bars[-1]
+        bar.update(steps)
+        self._bars[-1] = bar, done + steps, total
 
         def content() -> Any:
             if self._on_update is not None:

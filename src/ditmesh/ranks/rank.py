@@ -177,16 +177,10 @@ class _ProgressBar:
     """A progress bar on a rank: the owner shows rank 0's, and every rank waits for the owner's reply."""
 
     def __init__(
-        self,
-        say: Callable[[Any], None],
-        ask: Callable[[str, Any], Any],
-        iterable: Iterable[Any] | None,
-        total: int | None,
+        self, say: Callable[[Any], None], ask: Callable[[str, Any], Any], iterable: Any, total: int | None
     ) -> None:
         self._say, self._ask, self._iterable = say, ask, iterable
-        if iterable is not None and hasattr(iterable, "__len__"):
-            total = len(iterable)  # type: ignore[arg-type]
-        say(("open", total))
+        say(("open", len(iterable) if hasattr(iterable, "__len__") else total))
 
     def update(self, n: int = 1) -> None:
         self._ask("update", n)

@@ -89,12 +89,7 @@ class ReportTable:
 
 @dataclass
 class Report:
-    """A report that grows from top to bottom.
-
-    Args:
-        title: of a page; empty in a terminal.
-        lead: a line under it; may be empty.
-    """
+    """A report that grows from top to bottom; title and lead are those of a page, and empty in a terminal."""
 
     title: str = ""
     lead: str = ""

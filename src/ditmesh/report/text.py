@@ -58,12 +58,9 @@ def print_table(
     """Print a table of whole words; where the terminal is too narrow for it, each row with a line for every cell.
 
     Args:
-        console: where it is printed.
-        header: names of the columns.
         rows: cells, with rich's markup.
         keys: columns that say what a row is: text on the left, which wraps between words. The others are numbers and
             words on the right, one line each.
-        title: above the table.
     """
     from rich.box import SIMPLE
     from rich.markup import escape

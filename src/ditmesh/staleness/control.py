@@ -21,11 +21,9 @@ class StepRecord:
     """The log of one step: its number, the policy's decision, and what was measured.
 
     Attributes:
-        predicted: the error predicted for the step if it is stale, when the policy predicts one.
-        drift: relative L2 distance of keys and values from the step before, by block; empty for the first step, and
-            where it was not asked for: see `WarmupControl.measure_drift`.
-        filled: attention calls of a stale step that were synchronous all the same on this rank, because there were
-            no keys of the step before (another transformer took over, a branch came back).
+        drift: relative L2 distance of keys and values from the step before, by block; empty where it was not measured.
+        filled: attention calls of a stale step that were synchronous on this rank, as there were no keys of the step
+            before (another transformer took over, a branch came back).
     """
 
     step: int
@@ -63,7 +61,7 @@ class _Steps:
 
     Attributes:
         given: number of steps, where no pipeline gives it.
-        levels: noise levels, as in `Outlook`, once they were asked for; empty where nothing says them.
+        levels: noise levels, once they were asked for; empty where nothing says them.
         unread: sums of the steps, which are added up over the ranks when the request is over.
         in_progress: whether a step has begun whose drift is not in the log.
     """
@@ -83,12 +81,10 @@ class WarmupControl:
     Args:
         devices: ranks that share an image, or patches that stand for them.
         monitor: measures drift; strategies feed it.
-        clock: reports when a step begins.
-        noise: noise levels of the request's steps, as in `Outlook`, asked for at its first call by policies that want
-            to know.
+        noise: gives the noise levels, as in `Outlook`; asked at a request's first call by policies that read them.
 
     Attributes:
-        policy: see above; may be replaced between requests on every rank, by one of your own too.
+        policy: may be replaced between requests on every rank, by one of your own too.
         measure_drift: measure drift for the log though the policy does not read it; from the next request on. It is
             then added up when the request is over, and no step waits for it.
     """
@@ -121,21 +117,13 @@ class WarmupControl:
         return self._of.value.decision
 
     def begin_request(self, steps: int | None = None) -> None:
-        """Begin a new request without state of the previous one.
-
-        Args:
-            steps: number of its steps, where no pipeline gives it.
-        """
+        """Begin a new request; ``steps``: number of its steps, where no pipeline gives it."""
         self.monitor.reset()
         self._of.renew()
         self._of.value.given = steps
 
     def end_request(self, failed: bool = False) -> None:
-        """End the request, and add the last steps' drift to the log; ``failed``: drop it.
-
-        Raises:
-            RuntimeError: another rank has gone, and nothing was said of a failure.
-        """
+        """End the request, and add the last steps' drift to the log; ``failed``: drop it."""
         of = self._of.value
         if of.in_progress and not failed:
             self._take_drift()
@@ -147,10 +135,7 @@ class WarmupControl:
         self.monitor.reset()
 
     def synchronous(self, known: bool) -> bool:
-        """True if a call of this step is synchronous, given whether there are keys of the step before.
-
-        A call without keys is synchronous, whatever the policy wants.
-        """
+        """True if a call of this step is synchronous: the policy wants it, or no keys of the step before are known."""
         if not self.decision.synchronous and not known:
             self.log.steps[-1].filled += 1
         return self.decision.synchronous or not known
@@ -163,10 +148,7 @@ class WarmupControl:
             of.log.steps[-1].synchronous, of.log.steps[-1].reason = True, reason
 
     def goes_on(self, step: int) -> bool:
-        """True if the noise changes both from the step before to this one and from the one before that.
-
-        It does not where a sampler of second order evaluates the model twice at one level.
-        """
+        """True if the noise changes both to this step and to the one before: second-order samplers stay at a level."""
         of = self._of.value
         if of.levels is None:
             of.levels = self._ask_noise() or ()

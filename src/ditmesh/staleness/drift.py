@@ -66,7 +66,6 @@ class DriftMonitor:
         """Compare tensors of a step with those of the same ``key`` in the step before.
 
         Args:
-            block: its number.
             key: what the tensors are: branch, block, attention call.
             tensors: of one shape, for example a rank's own K and V.
             dim: their token dimension; `SAMPLED_TOKENS` evenly spaced tokens are looked at.

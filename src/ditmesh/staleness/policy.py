@@ -30,12 +30,9 @@ class Decision:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The facts that are known of a request before it runs.
+    """The facts that are known of a request before it runs: how many devices share an image, and its noise levels.
 
-    Attributes:
-        devices: ranks that share an image.
-        noise: share of noise σ in the latents, x = (1 - σ) · image + σ · noise up to a factor, at every step and
-            after the last: one more than there are steps. None when the number of steps is unknown.
+    ``noise``: share of noise σ in the latents, at every step and after the last; None: the number of steps is unknown.
     """
 
     devices: int
@@ -54,10 +51,9 @@ class Outlook:
 
 @dataclass(frozen=True)
 class PastStep:
-    """A step that has run: whether it was synchronous, and its drift, alike on all ranks.
+    """A step that has run: whether it was synchronous, and its drift over all blocks, alike on all ranks.
 
-    ``drift``: relative L2 distance of the step's own keys and values from those of the step before, over all blocks
-    and ranks; None for the first step, and for one of which it is not known yet.
+    ``drift``: see `StepRecord`; None for the first step, and for one of which it is not known yet.
     """
 
     synchronous: bool
@@ -67,18 +63,13 @@ class PastStep:
 class WarmupPolicy(Protocol):
     """Decides for one step at a time; for one of your own see `WarmupControl.policy`.
 
-    Attributes:
-        reads_drift: whether it reads the drift of past steps and the noise levels. Else none is measured or waited for.
+    ``reads_drift``: whether it reads the drift of past steps and the noise levels; else none is measured.
     """
 
     reads_drift: ClassVar[bool]
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
-        """The decision for ``step`` (from 0), given all steps before it.
-
-        Raises:
-            ConfigError: the policy needs the number of steps, which is unknown.
-        """
+        """The decision for ``step`` (from 0), given all steps before it."""
         ...
 
 
@@ -115,21 +106,11 @@ class Adaptive:
     """As few synchronous steps as keep the error predicted for the image within ``budget``, where they help most.
 
     A stale step attends to keys that are off by one step's drift d, on a share f of the tokens ((N - 1) / N on N
-    devices, see `Outlook`), and passes that on to the image as far as it moves the image. Let x = (1 - σ) · image
-    + σ · noise (up to a factor, any diffusion can be written so). A step from σ to σ' that is wrong by δ leaves an
-    error (σ - σ') δ in x, of which
-
-        w = (σ - σ') / √(s² (1 - σ)² + σ²)
-
-    reaches the image: what is wrong while much noise is left is mended by later steps. This is the sampling
-    equation, linearised for images that spread by s around what is being drawn; s = 0.5 as in Karras et al. 2022,
-    arXiv:2206.00364. The predicted error of a step is d w f, and that of several the root of the sum of their squares.
-
-    The drift of a step is not known before it runs, but how much the latents have changed is: drift is taken to be in
-    proportion to the share of the signal-to-noise ratio ((1 - σ) / σ)² that is new since the step before, and the
-    factor is that of the latest two steps. Before each step the policy looks ahead: of this and all coming steps
-    those stay stale that fit in the budget, smallest error first, together with the errors already made. Where more
-    than the budget is spent already, steps that add next to nothing stay stale. The first step is always synchronous.
+    devices), of which w = (σ - σ') / √(s² (1 - σ)² + σ²) reaches the image: the sampling equation, linearised for
+    images that spread by s = 0.5 (Karras et al. 2022, arXiv:2206.00364; derived in docs/staleness.md). The predicted
+    error of a step is d w f, and that of several the root of the sum of their squares. Drift is predicted in proportion
+    to the share of the signal-to-noise ratio that is new since the step before, by the factor of the latest two steps.
+    Of this and all coming steps those stay stale that fit in the budget, smallest error first; never the first step.
 
     Attributes:
         budget: predicted error of the image.
@@ -236,11 +217,7 @@ def _require(possible: bool) -> None:
 
 
 def parse(text: str) -> WarmupPolicy:
-    """The policy that ``text`` names, such as ``"fixed(4)"``.
-
-    Raises:
-        ConfigError: not a policy, or impossible numbers; names the forms.
-    """
+    """The policy that ``text`` names, such as ``"fixed(4)"``; else a `ConfigError` that names the forms."""
     match = re.fullmatch(r"\s*(\w+)\s*\(([^()]*)\)\s*", text)
     name, numbers = match.groups() if match is not None else ("", "")
     try:

@@ -16,11 +16,7 @@ FIRST = 1
 
 
 def share_in(step: int, goes_on: bool) -> float:
-    """The share of the latest change by which keys of the step before are moved on in a stale step.
-
-    Args:
-        goes_on: whether the noise changes in this step as it did in the one before (`WarmupControl.goes_on`).
-    """
+    """The share of the latest change by which a stale step moves keys on; ``goes_on``: see `WarmupControl.goes_on`."""
     return SHARE if step - 1 > FIRST and goes_on else 0.0
 
 

@@ -17,9 +17,7 @@ OnBegan = Callable[[int, Any], None]
 class StartedRanks:
     """Ranks of a launcher, which are started for a call and end with it.
 
-    Attributes:
-        is_reporter: whether this process has the results, and prints the verdicts.
-        threads: of each rank.
+    ``is_reporter``: whether this process has the results, and prints the verdicts.
     """
 
     is_reporter = True

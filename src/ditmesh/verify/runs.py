@@ -60,8 +60,8 @@ def sensible(
 ) -> list[ParallelConfig]:
     """Every sensible configuration of ``devices`` devices: exact, then reproducible, then stale.
 
-    Degrees are bounded by the model's heads and tokens, the images of one call, and whether there are two branches
-    of guidance to share. The size is in pixels, width and height; None: the model's own. Videos have ``frames``.
+    Degrees are bounded by the model's heads and tokens, the images of one call, and the branches of guidance. The size
+    is in pixels, width and height; None: the model's own.
     """
     most = {"data": images, "cfg": 2 if guided else 1, "tensor": model.heads or 1}
 
@@ -91,10 +91,6 @@ def sensible(
     return offered
 
 
-# --------------------------------------------------------------------------------------------------
-# The ranks' side
-
-
 @dataclass(frozen=True)
 class RunBegan:
     """The start of a run: of one device or a configuration, recorded or timed."""
@@ -115,7 +111,7 @@ class RankRun:
         sent: bytes this rank sent in the unrecorded run, by axis.
         steps: the recorded tensors of every call, of the one device only.
         compared: them against those of the one device.
-        refused: why this configuration cannot run, if it cannot.
+        refused: why this configuration cannot run.
     """
 
     images: tuple[np.ndarray, ...] = ()
@@ -130,12 +126,9 @@ class RankRun:
 
 @dataclass(frozen=True)
 class RunTask:
-    """A run of one device or a configuration.
+    """A run of one device or a configuration; without a configuration nothing is parallelised.
 
-    Attributes:
-        config: None: nothing parallelised.
-        reference: `RankRun.steps` of the one device; None: this run is the one device, whatever other ranks the job
-            has.
+    ``reference``: `RankRun.steps` of the one device; None: this run is the one device, whatever ranks the job has.
     """
 
     config: ParallelConfig | None
@@ -145,11 +138,9 @@ class RunTask:
 def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink | None = None) -> list[RankRun]:
     """Run several tasks, with one loaded pipeline for all tasks that need whole weights.
 
-    Every rank calls this, and for the one device the first one alone.
+    Every rank calls this, and for the one device the first one alone. The job's own configuration does not count.
 
     Args:
-        job: what to generate; its own configuration does not count.
-        tasks: the runs, in order.
         report: takes a `RunBegan` from rank 0 before every run.
 
     Raises:

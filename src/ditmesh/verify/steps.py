@@ -53,12 +53,10 @@ class StepRecorder:
 
 @dataclass(frozen=True)
 class ComparedTensor:
-    """One of the scheduler's tensors against that of one device.
+    """One of the scheduler's tensors, named as in `Steps`, against that of one device.
 
     Attributes:
         prompt: number of the pipeline's call, from 1.
-        step, tensor: as in `Steps`.
-        equal: all bits are the same.
         largest: absolute difference; scale: largest absolute value on one device.
         ranks: those on which it differs.
     """

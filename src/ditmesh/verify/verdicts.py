@@ -25,13 +25,9 @@ TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where a configuration differs from one device.
+    """The first place where a configuration differs from one device, as a `ComparedTensor` has it.
 
-    Attributes:
-        prompt: its number, from 1.
-        step, tensor: as in `ditmesh.verify.steps.Steps`.
-        ranks: those on which it differs.
-        error, largest: relative and absolute difference.
+    ``error``, ``largest``: relative and absolute difference.
     """
 
     prompt: int
@@ -63,8 +59,7 @@ class Verdict:
 
     Attributes:
         config, reference: in words; settings: as given to `ParallelConfig`.
-        promise: of its strategies, see `ditmesh.recipe.promise_of`.
-        tolerance: the limit of the error; None: not judged.
+        promise: see `ditmesh.recipe.promise_of`; tolerance: the limit of the error; None: not judged.
         refused: why it could not run, if it could not.
         equal: images and all of the scheduler's tensors have the same bits as on one device.
         repeats: two runs of the configuration gave the same bits.
@@ -143,9 +138,7 @@ def judge(
     """The verdict on a configuration, from the runs of all its ranks.
 
     Args:
-        job, config: the request, and the configuration.
-        runs: every rank's, in rank order.
-        alone: the one device's run.
+        runs: every rank's, in rank order; alone: the one device's.
         tolerance: largest relative difference allowed; None: that of `TOLERANCES`, and none for stale strategies.
         perceptual: measure the learned perceptual distance too, where its weights are.
     """

@@ -154,12 +154,17 @@ def _as_one(pixels: np.ndarray) -> np.ndarray:
 def load_study_pipeline(setup: Setup) -> Any:
     """The pipeline of a study, quiet, on its device."""
     import diffusers
+    import torch
 
-    from ...generate.runner import load_pipeline, quieten
+    from ...generate.loading import read_pipeline
+    from ...generate.model_info import find_model
+    from ...generate.runner import quieten
 
     quieten()
     diffusers.utils.logging.set_verbosity_error()
-    return load_pipeline(setup.model, setup.name, setup.dtype, setup.device)
+    pipe = read_pipeline(find_model(setup.model), torch_dtype=getattr(torch, setup.dtype))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(setup.device)
 
 
 def run_cell(
