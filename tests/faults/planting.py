@@ -5,10 +5,6 @@ text `new` that takes its place, and the tests that must fail then. `old` has to
 src/ditmesh, and a test is named by its file's name without folders, so that a fault stays where it is when code moves
 to another file or a test to another folder.
 
-    make test-faults                    every fault, one at a time; prints and writes the table
-    make test-faults ONLY=ring-order    one fault, or several with commas between them
-    make test-faults SHARE=2/8          the second of eight shares
-
 The edits are made in a copy of the tree. Every test runs there unchanged first and has to pass; with the fault it has
 to fail by an assertion or an error, not by a time-out or by a module that cannot be imported.
 """
@@ -81,15 +77,15 @@ class Fault:
 
     def nodes(self, tests: Path) -> list[str]:
         """What pytest is given, from the folder above `tests`."""
-        return [node(name, tests) for name in self.tests]
-
-
-def node(name: str, tests: Path) -> str:
-    file, _, function = name.partition("::")
-    paths = sorted(tests.rglob(file))
-    if len(paths) != 1 or not re.search(rf"def {re.escape(function.partition('[')[0])}\(", paths[0].read_text("utf-8")):
-        raise ValueError(f"no test {name} in tests/; a fault that it has to see needs another one")
-    return f"{paths[0].relative_to(tests.parent)}::{function}"
+        nodes = []
+        for name in self.tests:
+            file, _, function = name.partition("::")
+            paths = sorted(tests.rglob(file))
+            definition = rf"def {re.escape(function.partition('[')[0])}\("
+            if len(paths) != 1 or not re.search(definition, paths[0].read_text("utf-8")):
+                raise ValueError(f"no test {name} in tests/; a fault that it has to see needs another one")
+            nodes.append(f"{paths[0].relative_to(tests.parent)}::{function}")
+        return nodes
 
 
 def read_faults(folder: Path = HERE) -> list[Fault]:
@@ -102,7 +98,7 @@ def read_faults(folder: Path = HERE) -> list[Fault]:
 
 @dataclass
 class Outcome:
-    """What a run of tests said."""
+    """What a run of tests said: pytest's plug-in, which keeps the outcome of each test."""
 
     failed: dict[str, str] = field(default_factory=dict)
     passed: list[str] = field(default_factory=list)
@@ -110,6 +106,16 @@ class Outcome:
     seconds: float = 0.0
     # Modules of libraries that it has imported.
     libraries: list[str] = field(default_factory=list)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed[report.nodeid] = str(report.longrepr)
+        elif report.when == "call" and report.passed:
+            self.passed.append(report.nodeid)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.broken = f"{report.nodeid} cannot be imported"
 
     def of(self, node: str) -> list[str]:
         """Failures of a test function, or of the one case that `node` names."""
@@ -124,28 +130,9 @@ class Outcome:
             if not failures:
                 return f"{name} passes"
             for words in failures:
-                if found := re.search(
-                    r"\b(ImportError|ModuleNotFoundError|SyntaxError|TimeoutExpired|Timeout >)", words
-                ):
-                    return f"{name} fails by {found[1].rstrip(' >')}"
+                if found := re.search(r"\b(ImportError|ModuleNotFoundError|SyntaxError|Timeout(?=Expired| >))", words):
+                    return f"{name} fails by {found[1]}"
         return ""
-
-
-class Listener:
-    """Pytest's plug-in that keeps the outcome of each test."""
-
-    def __init__(self) -> None:
-        self.outcome = Outcome()
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            self.outcome.failed[report.nodeid] = str(report.longrepr)
-        elif report.when == "call" and report.passed:
-            self.outcome.passed.append(report.nodeid)
-
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:
-            self.outcome.broken = f"{report.nodeid} cannot be imported"
 
 
 def import_libraries(names: Iterable[str]) -> None:
@@ -200,18 +187,18 @@ class Copy:
     def _child(self, nodes: list[str], answer: Path, first: bool) -> None:
         os.setpgid(0, 0)
         os.chdir(self.folder)
-        with open(self.folder / "output.txt", "ab") as output:
+        with open(os.devnull, "ab") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         sys.path[:] = [path for path in sys.path if not Path(path or ".").resolve().is_relative_to(ROOT / "src")]
         sys.path.insert(0, str(self.folder / "src"))
         os.environ["PYTHONPATH"] = str(self.folder / "src")
-        listener = Listener()
+        outcome = Outcome()
         options = ["-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "--basetemp", f"{self.folder / 'temporary'}"]
-        pytest.main([*options, *["-x"][:first], *nodes], plugins=[listener])
+        pytest.main([*options, *["-x"][:first], *nodes], plugins=[outcome])
         files = {name: str(getattr(module, "__file__", None)) for name, module in [*sys.modules.items()]}
-        listener.outcome.libraries = [name for name, file in files.items() if "site-packages" in file]
-        answer.write_text(json.dumps(vars(listener.outcome)), encoding="utf-8")
+        outcome.libraries = [name for name, file in files.items() if "site-packages" in file]
+        answer.write_text(json.dumps(vars(outcome)), encoding="utf-8")
         sys.stdout.flush()
         os._exit(0)
 
@@ -228,10 +215,9 @@ def unchanged(copy: Copy, faults: list[Fault]) -> dict[str, str]:
         import_libraries(outcome.libraries)
         print(f"unchanged: {file}, {len(outcome.passed)} passed in {outcome.seconds:.0f} s", flush=True)
         for name in nodes:
-            if outcome.broken or outcome.of(name):
-                wrong[name] = outcome.broken or outcome.of(name)[0]
-            elif not any(passed == name or passed.startswith(name + "[") for passed in outcome.passed):
-                wrong[name] = "no case of it ran"
+            ran = any(passed == name or passed.startswith(name + "[") for passed in outcome.passed)
+            if outcome.broken or outcome.of(name) or not ran:
+                wrong[name] = outcome.broken or " ".join(outcome.of(name)[:1]) or "no case of it ran"
     return wrong
 
 
@@ -258,19 +244,19 @@ def run_faults(faults: list[Fault], every: list[Fault]) -> int:
     return missed
 
 
+HEAD = """# Planted faults
+
+What the tests prove is shown by faults: each line is a small wrong edit of the product, made in a copy of
+the tree, and the tests that fail with it and pass without it. `make test-faults` plants the faults one at a
+time and writes this page; the edits stand in `tests/faults/`. Seconds are those of the failing run, with its
+start, on a machine of two cores that was busy with other work as well.
+"""
+
+
 def as_markdown(faults: list[Fault], record: dict[str, Any]) -> str:
     """The page of docs."""
-    lines = [
-        "# Planted faults",
-        "",
-        "What the tests prove is shown by faults: each line is a small wrong edit of the product, made in a copy of",
-        "the tree, and the tests that fail with it and pass without it. `make test-faults` plants the faults one at a",
-        "time and writes this page; the edits stand in `tests/faults/`. Seconds are those of the failing run, with its",
-        "start, on a machine of two cores that was busy with other work as well.",
-        "",
-    ]
     seen = sum(is_seen(fault, record) for fault in faults)
-    lines.append(f"{seen} of {len(faults)} are seen.")
+    lines = [HEAD, f"{seen} of {len(faults)} are seen."]
     for room in sorted({fault.room for fault in faults}):
         lines += ["", f"## {room}", "", "| fault | what goes wrong | seen by | seconds |", "|---|---|---|---|"]
         for fault in faults:

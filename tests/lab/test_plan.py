@@ -18,8 +18,7 @@ import ditmesh
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.core.clock import timestep_of
-from ditmesh.errors import InputError
-from ditmesh.lab.plan.hardware import device, hardware, link, machine
+from ditmesh.lab.plan.hardware import device, link, machine
 from ditmesh.lab.plan.roofline import predict, synchronous_steps
 from ditmesh.lab.plan.step import Steps, steps_of
 from ditmesh.lab.plan.subject import subject
@@ -128,11 +127,6 @@ def test_a_device_computes_while_the_host_launches():
 def test_synchronous_steps_are_the_policys(warmup, count):
     assert 1 <= synchronous_steps(ParallelConfig(ring=2, exchange="displaced", warmup=warmup), 20) <= 20
     assert warmup != "fixed(4)" or synchronous_steps(ParallelConfig(ring=2, warmup=warmup), 20) == count
-
-
-def test_hardware_is_named_or_refused():
-    with pytest.raises(InputError, match="did you mean 'h100'"):
-        hardware("h1000", 1, "bfloat16")
 
 
 # --- the command -------------------------------------------------------------------------------------------------

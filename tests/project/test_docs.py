@@ -90,9 +90,7 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 def ended(command: list[str], folder: Path, environment: dict[str, str]) -> str:
     """Runs the command, which must end well; what it printed."""
-    result = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
-    )
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr[-6000:]
     return result.stdout
 
@@ -111,14 +109,14 @@ TUTORIAL = re.compile(r"keep\.txt|emoji-lora|out/lora")
 # Programs of examples/recipes and the lines that start them: tests/project/test_recipes.py runs them.
 RECIPES = re.compile(r"CONFIGS\[sys\.argv|examples/recipes/")
 
-PYTHON = [
-    block
-    for block in blocks("python")
-    if not block.untested
-    and not TUTORIAL.search(block.text)
-    and not SERVED.search(block.text)
-    and not RECIPES.search(block.text)
-]
+
+def runs(block: Block) -> bool:
+    """True if the block is run here."""
+    elsewhere = (TUTORIAL, SERVED, RECIPES)
+    return not block.untested and not any(pattern.search(block.text) for pattern in elsewhere)
+
+
+PYTHON = [block for block in blocks("python") if runs(block)]
 OF_READERS = [block for block in PYTHON if re.search(r"\b(?:Ranks|Followers)\(", block.text)]
 SHARING = [block for block in PYTHON if block not in OF_READERS]
 
@@ -135,14 +133,8 @@ def test_programs_import_what_there_is():
                 assert not lacking, block.place
 
 
-@pytest.mark.parametrize(
-    ("ranks", "always"),
-    [
-        pytest.param(2, True, marks=pytest.mark.matrix),
-        pytest.param(2, False, marks=pytest.mark.matrix),
-        pytest.param(1, False, marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize(("ranks", "always"), [(2, True), (2, False), (1, False)])
 def test_programs(tmp_path, environment, ranks, always):
     """Python blocks run as they stand, under torchrun where they ask for it; they share processes, and no names."""
     chosen = [b for b in SHARING if b.ranks == ranks and b.always == always]
@@ -166,15 +158,7 @@ def test_program_that_starts_ranks(tmp_path, environment, block):
         ended([sys.executable, "-c", block.text], tmp_path, environment)
 
 
-COMMANDS = [
-    block
-    for block in blocks("bash")
-    if not block.untested
-    and not OF_CI.fullmatch(block.text)
-    and not TUTORIAL.search(block.text)
-    and not SERVED.search(block.text)
-    and not RECIPES.search(block.text)
-]
+COMMANDS = [block for block in blocks("bash") if runs(block) and not OF_CI.fullmatch(block.text)]
 HOSTS = [block for block in COMMANDS if "$NODE_RANK" in block.text]
 
 
@@ -194,12 +178,9 @@ def test_commands_of_two_hosts(tmp_path, environment, block):
         free.bind(("127.0.0.1", 0))
         meeting = {"MASTER": "127.0.0.1", "PORT": str(free.getsockname()[1])}
     with ThreadPoolExecutor(2) as hosts:
-        outputs = [
-            hosts.submit(
-                ended, ["bash", "-e", "-c", block.text], tmp_path, {**environment, **meeting, "NODE_RANK": str(node)}
-            )
-            for node in range(2)
-        ]
+        command = ["bash", "-e", "-c", block.text]
+        places = [{**environment, **meeting, "NODE_RANK": str(node)} for node in range(2)]
+        outputs = [hosts.submit(ended, command, tmp_path, place) for place in places]
     assert any(output.result().strip() for output in outputs)
 
 
@@ -222,17 +203,12 @@ def prose(text: str) -> str:
     return re.sub(r"`[^`\n]+`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
-def headings(text: str) -> list[str]:
-    """The words of all headings, in their order."""
-    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    found = re.findall(r"^#{1,6} +(.+?) *$", text, re.MULTILINE)
-    return [re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading) for heading in found]
-
-
 def anchors(text: str) -> set[str]:
     """Names that a link may have behind ``#``, as a code host makes them: those of headings, and those written."""
     found = set(re.findall(r'<a id="([^"]+)">', text))
-    for heading in headings(text):
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for words in re.findall(r"^#{1,6} +(.+?) *$", text, re.MULTILINE):
+        heading = re.sub(r"[`*]|\]\([^)]*\)|\[", "", words)
         name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         found.add(next(each for each in (name, *(f"{name}-{count}" for count in range(1, 99))) if each not in found))
     return found
@@ -258,16 +234,11 @@ def test_the_guide_to_training_is_translated_whole():
     shapes = []
     for name in ("training.md", "training.zh.md"):
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        programs = [
-            Block("", one).meaning() for one in re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-        ]
+        programs = re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
         parts = re.split(r"^(#+) .*$", plain, flags=re.MULTILINE)[1:]
-        counts = [
-            (level, len(re.findall(r"^\* ", part, re.MULTILINE)), len(re.findall(r"^\|", part, re.MULTILINE)))
-            for level, part in zip(parts[::2], parts[1::2], strict=True)
-        ]
-        shapes.append((programs, counts))
+        counts = [part if part[0] == "#" else tuple(map(part.count, ("\n* ", "\n|"))) for part in parts]
+        shapes.append(([Block("", program).meaning() for program in programs], counts))
     assert shapes[0] == shapes[1]
 
 
@@ -307,19 +278,14 @@ def tree() -> list[str]:
     ]
 
 
-def test_every_module_is_in_the_tree():
-    found = {
-        path.stem
-        for path in (ROOT / "src" / "ditmesh").iterdir()
-        if (path.suffix == ".py" and not path.stem.startswith("__")) or (path / "__init__.py").exists()
-    }
-    assert found == {name.split("/")[0] for name in tree()}
-
-
 def test_imports_run_one_way():
-    """A module imports only those above it in the tree (types for checkers apart)."""
+    """Every module is in the tree, and imports only those above it (types for checkers apart)."""
     order = {tuple(name.split("/")): place for place, name in enumerate(tree())}
     package = ROOT / "src" / "ditmesh"
+    modules = {path.stem for path in package.glob("*.py") if not path.stem.startswith("__")}
+    assert modules | {path.parent.name for path in package.glob("*/__init__.py")} == {
+        name.split("/")[0] for name in tree()
+    }
 
     def place(parts: Sequence[str]) -> int | None:
         """Of the longest entry that holds a module."""

@@ -18,13 +18,6 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "hosts"
 
 
-def first_container(spec: dict[str, Any]) -> dict[str, Any]:
-    """A pod's first container; all of its mounts are volumes of the pod."""
-    for container in spec["containers"]:
-        assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in spec["volumes"]}
-    return spec["containers"][0]
-
-
 def command_of(text: str) -> list[str]:
     """The words of a shell command behind ``ditmesh generate``, without variables."""
     words = shlex.split(text.replace("\\\n", " "), comments=True)
@@ -62,7 +55,9 @@ def test_jobset_example():
     (job,) = spec["replicatedJobs"]
     pods = job["template"]["spec"]
     assert pods["completionMode"] == "Indexed"
-    container = first_container(pods["template"]["spec"])
+    pod = pods["template"]["spec"]
+    container = pod["containers"][0]
+    assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
     (line,) = container["args"]
     options = check_options(command_of(line))
     # Pod 0 of job 0, by the name that JobSet gives it.

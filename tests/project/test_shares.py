@@ -1,4 +1,4 @@
-"""Shares of all tests: each test is in one of them, they are balanced, and cells are recorded by commit."""
+"""Shares of all tests: each test is in one of them, and they are balanced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support import cells, shares
+from support import shares
 
 
 def items(file: str, count: int, kind: str = "quick") -> list[Any]:
@@ -46,12 +46,3 @@ def test_seconds_are_recorded_beside_those_of_other_files(tmp_path: Path, monkey
     shares.record({("tests/test_a.py", "matrix"): [4.0], ("tests/test_b.py", "quick"): [0.5]})
     known = json.loads(shares.RECORD.read_text("utf-8"))
     assert known == {"tests/test_a.py": {"matrix": 4.0, "quick": 1.5}, "tests/test_b.py": {"quick": 0.5}}
-
-
-def test_cells_of_no_known_commit_count_as_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ditmesh.strategies import support
-
-    row = {"ulysses": {"error": 0.0, "commit": "new"}, "ring": {"error": 0.0, "commit": "old"}, "cfg": {"error": 0.0}}
-    monkeypatch.setattr(support, "support_table", lambda: {"M": row})
-    monkeypatch.setattr(cells, "age", {"new": 3, "old": 41}.get)
-    assert cells.old() == "cells of docs/support.md that were run more than 40 commits ago: 2 of 3"
