@@ -58,6 +58,7 @@ class Service(JobStore):
         self._undo = ExitStack()
         ranks = [partial(_ranks, settings, number) for number in range(settings.replicas)]
         self._dispatcher = Dispatcher(self, served, ranks, settings, function)
+        self.permanent_failure = self._dispatcher.permanent_failure
         self._stopping = False
 
     async def start(self) -> None:
@@ -87,10 +88,6 @@ class Service(JobStore):
         await asyncio.gather(self._looking, *self._background, return_exceptions=True)
         await self.close()
         await asyncio.to_thread(self._undo.close)
-
-    async def permanent_failure(self) -> str:
-        """Returns when no ranks will ever serve, with the reason; see `Dispatcher.permanent_failure`."""
-        return await self._dispatcher.permanent_failure()
 
     async def submit(self, request: JobRequest, owner: str, files: Mapping[str, bytes] | None = None) -> Job:
         """Accept a job: once this returns it is on disk and not lost any more.
