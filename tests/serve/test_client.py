@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,6 @@ import pytest
 from PIL import Image
 
 import ditmesh
-from ditmesh.cli.main import main
 from ditmesh.client import Client
 from ditmesh.errors import InputError
 from ditmesh.generate.receipt import Receipt
@@ -40,13 +40,6 @@ def url(backend: FakeBackend) -> Iterator[str]:
 def client(url: str) -> Iterator[Client]:
     with ditmesh.Client(url, patience=0.0) as client:
         yield client
-
-
-def run(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as left:
-        main([str(argument) for argument in arguments])
-    assert isinstance(left.value.code, int)
-    return left.value.code
 
 
 def test_importing_the_client_loads_neither_torch_nor_diffusers():
@@ -97,8 +90,6 @@ def test_errors_are_ours_in_the_servers_words(client: Client, backend: FakeBacke
         client.generate("a", model="x")
     with pytest.raises(UnknownJob, match="there is no job"):
         client.job("job_" + "0" * 32)
-    with pytest.raises(UnknownJob, match="there is no job"):
-        next(client.events("job_" + "0" * 32))
     with pytest.raises(InputError, match="it failed of invalid_request"):
         client.generate("fail:invalid_request")
     with pytest.raises(ditmesh.ServerError, match="it failed of stalled") as failed:
@@ -135,21 +126,12 @@ def test_full_servers_are_asked_again(url: str, backend: FakeBackend, monkeypatc
     assert waits == [7.0, 7.0]
 
 
-def test_no_server(unused_port: int):
-    url = f"http://127.0.0.1:{unused_port}"
-    with ditmesh.Client(url) as client, pytest.raises(InputError, match=f"no server answers at {url} .*start one with"):
-        client.models()
-    with ditmesh.Client("nonsense") as client, pytest.raises(InputError, match="no server answers at nonsense"):
-        client.models()
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
+def test_no_server():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with ditmesh.Client(url) as client, pytest.raises(InputError, match=f"no server answers at {url} .*start one with"):
+        client.models()
 
 
 def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

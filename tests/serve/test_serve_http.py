@@ -31,7 +31,6 @@ from ditmesh.serve.http.keys import Keys, new_key, read_keys
 from ditmesh.serve.http.listen import HttpServer, bound
 from ditmesh.serve.http.logs import LineFormatter, log_config
 from ditmesh.serve.settings import ApiSettings
-from ditmesh.serve.types import ENDED, JobRequest
 from support.serving import FakeBackend, drawn, serving
 
 ROOT = Path(__file__).parents[2]
@@ -165,20 +164,11 @@ def test_models_with_the_official_client(client: openai.OpenAI):
         ({"size": "4096x4096"}, openai.BadRequestError, "size 4096x4096 has more than this server's 4194304 pixels"),
         ({"size": "33x32"}, openai.BadRequestError, "33 pixels are no multiple of 8"),
         ({"size": "large"}, openai.BadRequestError, "size large: write WIDTHxHEIGHT, for example 1024x1024"),
-        ({"size": "64"}, openai.BadRequestError, "size 64: write WIDTHxHEIGHT, for example 64x64"),
-        ({"extra_body": {"steps": 201}}, openai.BadRequestError, "steps: 201 steps are more"),
-        ({"prompt": "a" * 10_001}, openai.BadRequestError, "10001 characters"),
         ({"extra_body": {"negative_prompt": "a" * 10_001}}, openai.BadRequestError, "10001 characters"),
         ({"extra_body": {"seed": 2**63}}, openai.BadRequestError, "seed: "),
-        (
-            {"extra_body": {"sead": 3}},
-            openai.BadRequestError,
-            "sead: there is no field .sead.; leave it out; did you mean .seed.",
-        ),
+        ({"extra_body": {"sead": 3}}, openai.BadRequestError, "sead: there is no field .sead.; .* did you mean .seed."),
         ({"extra_body": {"loras": [{"name": "../x"}]}}, openai.BadRequestError, "there is no LoRA '../x'"),
         ({"style": "vivid"}, openai.BadRequestError, "style='vivid' means nothing to this server; leave it out"),
-        ({"quality": "hd"}, openai.BadRequestError, "quality='hd' means nothing .*'auto'.*say steps"),
-        ({"background": "transparent"}, openai.BadRequestError, "images have no transparency"),
         ({"output_compression": 50}, openai.BadRequestError, "output_compression"),
         ({"partial_images": 2}, openai.BadRequestError, "partial_images needs stream=true"),
         ({"model": "dall-e-3"}, openai.NotFoundError, "model 'dall-e-3' is none of this server's"),
@@ -366,22 +356,15 @@ def test_cancelling_and_unknown_jobs(http: httpx.Client, backend: FakeBackend):
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
-        ({"content": b"{", "headers": {"content-type": "application/json"}}, "not JSON"),
-        ({"content": b"{}", "headers": {"content-type": "text/plain"}}, ""),
-        ({"content": b'{"prompt": "\\ud800"}', "headers": {"content-type": "application/json"}}, "prompt"),
-        (
-            {"content": b'{"\\ud800": 1, "prompt": "a"}', "headers": {"content-type": "application/json"}},
-            "there is no field",
-        ),
-        ({"content": b'{"prompt": "a", "guidance": NaN}', "headers": {"content-type": "application/json"}}, "guidance"),
-        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, ""),
-        ({"json": {"prompt": "a", "size": "32x32", "width": 64}}, "contradicts width and height"),
-        ({"json": {"prompt": "a", "model": "/etc"}}, "is none of this server's"),
+        (b'{"prompt": "\\ud800"}', "prompt"),
+        (b'{"\\ud800": 1, "prompt": "a"}', "there is no field"),
+        (b'{"prompt": "a", "guidance": NaN}', "guidance"),
+        (b'{"prompt": "a", "size": "32x32", "width": 64}', "contradicts width and height"),
     ],
 )
-def test_what_cannot_be_read_is_a_sentence(http: httpx.Client, sent: Any, words: str):
-    answer = http.post("/v1/jobs", **sent)
-    assert answer.status_code in (400, 404)
+def test_what_cannot_be_read_is_a_sentence(http: httpx.Client, sent: bytes, words: str):
+    answer = http.post("/v1/jobs", content=sent, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
     assert words in error_of(answer)["message"]
     assert "\n" not in error_of(answer)["message"]
 
@@ -421,15 +404,14 @@ def test_states_and_health(http: httpx.Client, backend: FakeBackend, monkeypatch
 def test_metrics_and_their_dashboard(http: httpx.Client, client: openai.OpenAI):
     with pytest.raises(openai.InternalServerError):
         client.images.generate(prompt="fail:stalled")
-    with pytest.raises(openai.NotFoundError):
-        client.images.generate(prompt="a", model="none")
+    assert http.post("/v1/jobs", json={"prompt": "a", "model": "none"}).status_code == 404
     text = http.get("/metrics").text
     for line in (
         'ditmesh_rank_step_seconds{device="cpu",rank="1",replica="0"} 0.01',
         'ditmesh_sent_bytes_total{axis="ulysses",replica="0"}',
         'ditmesh_job_failures_total{code="stalled"}',
         'ditmesh_jobs_refused_total{code="model_not_found"}',
-        'ditmesh_http_requests_total{method="POST",route="/v1/images/generations",status="404"}',
+        'ditmesh_http_requests_total{method="POST",route="/v1/jobs",status="404"}',
         "ditmesh_job_waiting_seconds_count",
         "ditmesh_drift{",
     ):
@@ -510,10 +492,8 @@ def test_edits_that_cannot_be(http: httpx.Client):
         ({"prompt": "a"}, {}, "an edit needs a picture"),
         ({}, {"image": image}, "prompt: field required"),
         ({"prompt": "a"}, {"image": image, "mask": small}, "use one size"),
-        ({"prompt": "a", "image": "http://example.org/a.png"}, {}, "image: extra inputs"),
-        ({"prompt": "a"}, {"image": image, "other": image}, "other: an edit takes the files image and mask"),
+        ({"prompt": "a"}, {"image": image, "other": image}, "other: the files here are image and mask"),
         ({"prompt": "a", "loras": "x"}, {"image": image}, "loras: no JSON"),
-        ({"prompt": "a", "input_fidelity": "high"}, {"image": image}, "say strength"),
     ):
         answer = http.post(
             "/v1/images/edits", data=data, files={name: ("f", file) for name, file in files.items()} or {"x": b""}
@@ -535,19 +515,13 @@ def test_keys(tmp_path: Path):
     assert ours not in file.read_text()
     assert file.stat().st_mode & 0o077 == 0
     with (
-        serving(FakeBackend(), ApiSettings(keys=file, cors=("https://page.example",))) as url,
+        serving(FakeBackend(0.05), ApiSettings(keys=file, cors=("https://page.example",))) as url,
         httpx.Client(base_url=url) as http,
     ):
-        for headers in (
-            {},
-            {"Authorization": "Bearer dm-wrong"},
-            {"Authorization": f"Basic {ours}"},
-            {"x-api-key": ours},
-        ):
-            for path in ("/v1/models", "/v1/jobs", "/metrics", "/v1/server/events"):
+        for headers in ({}, {"Authorization": f"Basic {ours}"}, {"x-api-key": ours}):
+            for path in ("/v1/models", "/metrics", "/v1/server/events"):
                 answer = http.get(path, headers=headers)
-                assert answer.status_code == 401
-                assert answer.headers["www-authenticate"] == "Bearer"
+                assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
                 assert error_of(answer)["code"] == "invalid_api_key"
         for path in ("/healthz", "/readyz", "/openapi.json"):
             assert http.get(path).status_code == 200
@@ -561,18 +535,17 @@ def test_keys(tmp_path: Path):
             assert http.get(f"/v1/jobs/{job}{path}", headers=other).status_code == 404
         assert http.delete(f"/v1/jobs/{job}", headers=other).status_code == 404
         assert http.get("/v1/jobs", headers=other).json()["data"] == []
+        long = http.post("/v1/jobs", json={"prompt": "x", "steps": 100}, headers=mine).json()["id"]
+        assert until(lambda: http.get("/v1/server", headers=mine).json()["replicas"][0]["running"] == [long])
+        assert http.get("/v1/server", headers=other).json()["replicas"][0]["running"] == []
+        with http.stream("GET", "/v1/server/events", headers=other) as stream:
+            assert long not in next(sse(stream.iter_lines()))["data"]
+        http.delete(f"/v1/jobs/{long}", headers=mine)
         # A page that may ask is told so before it sends its key.
-        asked = http.options(
-            "/v1/jobs",
-            headers={
-                "Origin": "https://page.example",
-                "Access-Control-Request-Method": "POST",
-                "Access-Control-Request-Headers": "authorization",
-            },
-        )
-        assert asked.headers["access-control-allow-origin"] == "https://page.example"
-        refused = http.get("/v1/models", headers={"Origin": "https://page.example"})
-        assert refused.headers["access-control-allow-origin"] == "https://page.example"
+        origin = {"Origin": "https://page.example"}
+        asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        for answer in (http.options("/v1/jobs", headers=origin | asks), http.get("/v1/models", headers=origin)):
+            assert answer.headers["access-control-allow-origin"] == "https://page.example"
         schema = http.get("/openapi.json").json()
         assert schema["paths"]["/v1/jobs"]["post"]["security"] == [{"key": []}]
 
@@ -590,19 +563,6 @@ def test_an_alias_is_a_model_that_front_ends_ask_for():
             client.images.generate(prompt="a", model="stripes", quality="hd")
         with pytest.raises(openai.NotFoundError, match="model 'dall-e-2' is none of this server's"):
             client.images.generate(prompt="a", model="dall-e-2")
-
-
-def test_the_servers_state_names_ones_own_jobs_alone(tmp_path: Path):
-    file = tmp_path / "keys"
-    mine, other = ({"Authorization": f"Bearer {new_key(file)}"} for _ in range(2))
-    with serving(FakeBackend(0.05), ApiSettings(keys=file)) as url, httpx.Client(base_url=url) as http:
-        job = http.post("/v1/jobs", json={"prompt": "x", "steps": 100}, headers=mine).json()["id"]
-        assert until(lambda: http.get("/v1/server", headers=mine).json()["replicas"][0]["running"] == [job])
-        seen = http.get("/v1/server", headers=other).json()
-        assert seen["replicas"][0]["running"] == []
-        with http.stream("GET", "/v1/server/events", headers=other) as stream:
-            assert job not in next(sse(stream.iter_lines()))["data"]
-        http.delete(f"/v1/jobs/{job}", headers=mine)
 
 
 def test_files_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -685,47 +645,11 @@ def test_errors_in_the_log_quote_no_prompt():
         assert without_quotes(text, [wish, None]) == left
     assert without_quotes("no 'fox' here, but foxes", ["fox"]) == "no '…' here, but foxes"
     assert without_quotes("no ':)' here", [":)"]) == "no '……' here"
-
-
-def test_a_line_of_the_log_stays_one():
+    # A line stays one, whatever a client's text has.
     record = logging.LogRecord("x", logging.INFO, "", 0, "a\n2026-01-01 job succeeded", (), None)
     record.facts = {"model": "b\nc"}
-    assert "\n" not in LineFormatter("text").format(record)
-    assert "\n" not in LineFormatter("json").format(record)
+    assert not any("\n" in LineFormatter(form).format(record) for form in ("json", "text"))
     assert log_config("json", "INFO")["loggers"]["ditmesh"]["level"] == "INFO"
-
-
-def test_the_log_says_when_a_server_is_ready_and_what_is_left(caplog: pytest.LogCaptureFixture):
-    class Slow(FakeBackend):
-        async def stop(self, grace: float) -> None:
-            await super().stop(grace)
-            self.stopped = True
-
-        def state(self, owner: str | None = None) -> Any:
-            waiting = sum(job.status not in ENDED for _, job in self._jobs.values())
-            return super().state(owner).model_copy(update={"queued": waiting, "running": 0})
-
-    backend, ready = Slow(), []
-    backend.ready = False
-    backend.hold(True)
-    server = HttpServer(create_app(backend), grace=0.1, ready=ready.append)
-
-    async def main() -> None:
-        serving = asyncio.create_task(server.run_on(bound("127.0.0.1", 0)))
-        await asyncio.sleep(0.5)
-        assert not ready
-        backend.ready = True
-        await backend.submit(JobRequest(prompt="a", model="stripes"), "")
-        while not ready:
-            await asyncio.sleep(0.02)
-        server.should_exit = True
-        await serving
-
-    with caplog.at_level(logging.INFO, logger="ditmesh"):
-        asyncio.run(main())
-    assert len(ready) == 1
-    assert 0.3 < ready[0] < 20
-    assert caplog.messages[-1] == "stopped; 1 jobs wait for the next start"
 
 
 # --- the end

@@ -30,31 +30,14 @@ from ditmesh.serve.queue import dispatch, jobs
 from ditmesh.serve.service import Service
 from ditmesh.serve.settings import ServiceSettings
 from ditmesh.serve.types import ENDED, Job, JobRequest
-from ditmesh.serve.worker.protocol import (
-    Cancel,
-    Cancelled,
-    Finished,
-    ModelReady,
-    Start,
-    TaskFailed,
-    TaskStepped,
-)
+from ditmesh.serve.worker.protocol import Cancel, Cancelled, Finished, ModelReady, Start, TaskFailed, TaskStepped
 from ditmesh.serve.worker.replicas import RanksDown, RanksUp
 from support.fault_points import fault_points, missing
 from support.serve import PNG
 from support.train import importing_tests
 
 SHARED = "/dev/shm" if Path("/dev/shm").is_dir() else None
-OWNERS, KEYS = st.sampled_from("ab"), st.sampled_from(["k0", "k1"])
 ANY = st.integers(0, 2**16)
-KEEP = 100.0
-
-
-def copied(folder: str) -> str:
-    """The folder as kill -9 leaves it: what is on the disk now, and no lock."""
-    other = tempfile.mkdtemp(dir=SHARED)
-    shutil.copytree(folder, other, dirs_exist_ok=True)
-    return other
 
 
 # ---- the dispatcher
@@ -103,8 +86,6 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.folder = tempfile.mkdtemp(dir=SHARED)
         self.known: dict[str, dict[str, Any]] = {}
-        self.refused: set[str] = set()
-        self.names = iter(range(10**6))
         self.downs = 0
         self.fails = False
         self.open()
@@ -289,7 +270,9 @@ class DispatcherMachine(RuleBasedStateMachine):
     def killed(self) -> None:
         """kill -9, and a new server on what is on the disk."""
         old, service = self.folder, self.service
-        self.folder = copied(old)
+        # What is on the disk now, and no lock.
+        self.folder = tempfile.mkdtemp(dir=SHARED)
+        shutil.copytree(old, self.folder, dirs_exist_ok=True)
         for replica in self.replicas:
             replica.up = False
         self.fails = False
@@ -327,15 +310,13 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert listed == [*self.known][::-1]
 
 
-# The same events in every run.
-FEW = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True
-)
-
-
-def test_any_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.matrix)])
+def test_any_order_of_events(monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
     monkeypatch.setattr(jobs, "RETRY", 0.001)
-    run_state_machine_as_test(DispatcherMachine, settings=FEW)
+    # The same events in every run.
+    few = settings(max_examples=examples, stateful_step_count=30, derandomize=True)
+    few = settings(few, deadline=None, suppress_health_check=[*HealthCheck])
+    run_state_machine_as_test(DispatcherMachine, settings=few)
 
 
 # ---- a crash at every change of a file
@@ -436,7 +417,7 @@ print(points_seen)
     ("actions", "kinds", "every", "least"),
     [
         pytest.param("3", "2,4", 1, 44, id="after each sync and rename"),
-        pytest.param("2,3,4", "1,2,4,8,16,32,64", 5, 100, id="around some of all changes"),
+        pytest.param("2,3,4", "1,2,4,8,16,32,64", 5, 100, id="around some of all changes", marks=pytest.mark.matrix),
     ],
 )
 def test_a_crash_loses_nothing_that_was_promised(actions: str, kinds: str, every: int, least: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import io
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,7 @@ from PIL import Image
 from ditmesh.errors import InputError
 from ditmesh.serve.http.keys import new_key
 from ditmesh.serve.settings import ApiSettings
-from ditmesh.serve.types import (
-    ENDED,
-    Event,
-    Job,
-    JobError,
-    JobRequest,
-    ModelCard,
-    RankState,
-    ReplicaState,
-    ServerState,
-)
+from ditmesh.serve.types import Job, JobError, JobRequest, ModelCard
 from support.browser import browser
 from support.serving import FakeBackend, serving
 
@@ -37,38 +27,15 @@ pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium here: apt
 
 PAGE = ApiSettings().page
 assert PAGE is not None
-ARGUMENTS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
 # In milliseconds: other processes may have the machine for a while.
 PATIENCE = 30_000
 WIDE = {"width": 1360, "height": 860}
 
 CARDS = [
-    ModelCard(
-        id="text-model",
-        created=0,
-        pipeline="StableDiffusion3Pipeline",
-        width=64,
-        height=64,
-        size_multiple=16,
-        steps=12,
-        guidance=2.0,
-        loras=["ink"],
-        inputs=["image"],
-        loaded=True,
-    ),
-    ModelCard(
-        id="class-model", created=0, pipeline="DiTPipeline", width=32, height=32, steps=20, labels=["coat", "bag"]
-    ),
+    ModelCard(id="text-model", created=0, pipeline="FluxPipeline", width=64, height=64, steps=12, loaded=True),
+    ModelCard(id="class-model", created=0, pipeline="DiTPipeline", width=32, height=32, labels=["coat", "bag"]),
 ]
-TWO_RANKS = [RankState(rank=rank, device="cpu") for rank in range(2)]
 
 
 def picture(seed: int) -> bytes:
@@ -85,8 +52,6 @@ class Scripted(FakeBackend):
     def __init__(self) -> None:
         super().__init__()
         self.cards = CARDS
-        replica = ReplicaState(name="r0", state="ready", models=["text-model"], mesh={"ulysses": 2}, ranks=TWO_RANKS)
-        self.server = ServerState(version="1", ready=True, queued=0, running=0, replicas=[replica])
 
     async def start(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -95,18 +60,6 @@ class Scripted(FakeBackend):
         if request.steps == 13:
             raise InputError("steps=13 is not served here; use 12 or fewer")
         return await super().submit(request, owner, files)
-
-    async def events(self, id: str, owner: str, after: int = 0) -> AsyncIterator[Event]:
-        while True:
-            for event in self._events[id][after:]:
-                after = event.id
-                yield event
-                if event.event in ENDED:
-                    return
-            await asyncio.sleep(0.02)
-
-    def state(self, owner: str | None = None) -> ServerState:
-        return self.server
 
     # --- what a test says
 
@@ -172,19 +125,22 @@ class Seen:
         self.requests: list[str] = []
         page.set_default_timeout(PATIENCE)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("console", lambda message: self.errors.append(message.text) if self._bad(message) else None)
+        page.on("console", self._hear)
         page.on("request", lambda request: self.requests.append(request.url))
 
-    @staticmethod
-    def _bad(message: Any) -> bool:
+    def _hear(self, message: Any) -> None:
         # The browser itself reports every answer that is an error; what the page makes of it is what counts.
-        return message.type in ("error", "warning") and "Failed to load resource" not in message.text
+        if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
+            self.errors.append(message.text)
 
     def until(self, what: Callable[[], bool]) -> None:
         end = time.monotonic() + PATIENCE / 1000
         while not what():
             assert time.monotonic() < end, self.page.inner_text("body")
             self.page.wait_for_timeout(20)
+
+    def text(self, place: str) -> str:
+        return self.page.inner_text(place)
 
     def generate(self, prompt: str, **values: Any) -> None:
         """Enter what is given and send it from the keyboard."""
@@ -207,10 +163,6 @@ def seen(chromium: Any) -> Iterator[Seen]:
     assert all(url.startswith(("http://127.0.0.1:", "blob:", "data:")) for url in found.requests)
 
 
-def text(seen: Seen, place: str) -> str:
-    return seen.page.inner_text(place)
-
-
 def test_all_that_the_page_needs_is_small(seen: Seen, address: str) -> None:
     sizes: list[int] = []
     seen.page.on(
@@ -230,32 +182,32 @@ def test_a_job_from_the_prompt_to_the_receipt(seen: Seen, backend: Scripted, add
     request = backend.held[id].request
     assert (request.seed, request.n, request.steps, request.width, request.previews) == (7, 2, 10, 64, 1)
     backend.say(id, "queued", position=3)
-    seen.until(lambda: "3 jobs before it" in text(seen, "#queue"))
+    seen.until(lambda: "3 jobs before it" in seen.text("#queue"))
     backend.begin(id)
     backend.step(id, 4, image=1, preview=True)
-    seen.until(lambda: re.search(r"Step 4 of 20, \d s left", text(seen, "#queue")) is not None)
+    seen.until(lambda: re.search(r"Step 4 of 20, \d s left", seen.text("#queue")) is not None)
     tiles = seen.page.locator("#gallery .tile")
     assert tiles.count() == 2
     assert tiles.nth(0).locator("img").count() == 0
     seen.until(lambda: (tiles.nth(1).locator("img").get_attribute("src") or "").startswith("data:image/jpeg"))
     assert "4 / 10" in tiles.nth(1).inner_text()
     backend.say(id, "restarted", attempt=2, reason="rank 1 was killed")
-    seen.until(lambda: "Restarted, attempt 2: rank 1 was killed" in text(seen, "#queue"))
+    seen.until(lambda: "Restarted, attempt 2: rank 1 was killed" in seen.text("#queue"))
     backend.finish(id)
     seen.until(lambda: not seen.page.locator("#queue-section").is_visible())
-    assert "Done: 2 images" in text(seen, "#announcer")
+    assert "Done: 2 images" in seen.text("#announcer")
     assert "seed 8" in tiles.nth(1).inner_text()
     seen.until(lambda: tiles.nth(1).locator("img").evaluate("(image) => image.naturalWidth") == 64)
     tiles.nth(1).locator("button").click()
     seen.page.locator("dialog[open]").wait_for()
-    receipt = text(seen, "#receipt")
+    receipt = seen.text("#receipt")
     for line in ("Seed\n8", "Ranks\n2", "Configuration\nulysses=2", "Size\n64 × 64"):
         assert line in receipt
     with seen.page.expect_download() as download:
         seen.page.click("#download")
     assert Path(download.value.path()).read_bytes() == picture(8)
     seen.page.keyboard.press("ArrowLeft")
-    seen.until(lambda: "Seed\n7" in text(seen, "#receipt"))
+    seen.until(lambda: "Seed\n7" in seen.text("#receipt"))
     seen.page.keyboard.press("Escape")
     assert not seen.page.locator("dialog").is_visible()
 
@@ -265,17 +217,17 @@ def test_errors_are_the_servers_sentences(seen: Seen, backend: Scripted, address
     seen.page.goto(address)
     seen.page.locator("#model option").first.wait_for(state="attached")
     seen.page.click("#generate")
-    seen.until(lambda: "Enter a prompt." in text(seen, "#form-error"))
+    seen.until(lambda: "Enter a prompt." in seen.text("#form-error"))
     seen.page.fill("#steps", "13")
     seen.page.fill("#prompt", "a fox")
     seen.page.click("#generate")
-    seen.until(lambda: text(seen, "#form-error") == "steps=13 is not served here; use 12 or fewer")
+    seen.until(lambda: seen.text("#form-error") == "steps=13 is not served here; use 12 or fewer")
     seen.generate("a cactus", steps=12)
     assert not seen.page.locator("#form-error").is_visible()
     sentence = "rank 1 ran out of memory; use a smaller size"
     backend.end(backend.last(), "failed", JobError(code="out_of_memory", message=sentence))
-    seen.until(lambda: sentence in text(seen, "#gallery"))
-    assert sentence in text(seen, "#announcer")
+    seen.until(lambda: sentence in seen.text("#gallery"))
+    assert sentence in seen.text("#announcer")
     seen.page.select_option("#status", "cancelled")
     seen.until(lambda: seen.page.locator("#gallery li").count() == 0)
     seen.page.select_option("#status", "failed")
@@ -289,14 +241,14 @@ def test_cancel_and_reload(seen: Seen, backend: Scripted, address: str) -> None:
     id = backend.last()
     backend.begin(id)
     backend.step(id, 3)
-    seen.until(lambda: "Step 3 of 10" in text(seen, "#queue"))
+    seen.until(lambda: "Step 3 of 10" in seen.text("#queue"))
     seen.page.reload()
-    seen.until(lambda: "Step 3 of 10" in text(seen, "#queue"))
+    seen.until(lambda: "Step 3 of 10" in seen.text("#queue"))
     assert seen.page.input_value("#prompt") == "a red fox"
     backend.step(id, 4, preview=True)
     seen.page.locator("#gallery img").wait_for()
     seen.page.get_by_role("button", name="Cancel: a red fox").click()
-    seen.until(lambda: "Cancelled" in text(seen, "#gallery"))
+    seen.until(lambda: "Cancelled" in seen.text("#gallery"))
     assert backend.held[id].status == "cancelled"
     assert not seen.page.locator("#queue-section").is_visible()
 
@@ -310,7 +262,7 @@ def test_api_key(seen: Seen, backend: Scripted, tmp_path: Path) -> None:
         seen.page.locator("#key-panel").wait_for()
         seen.page.fill("#key", "wrong")
         seen.page.press("#key", "Enter")
-        seen.until(lambda: seen.page.locator("#key").is_visible() and "key" in text(seen, "#key-error"))
+        seen.until(lambda: seen.page.locator("#key").is_visible() and "key" in seen.text("#key-error"))
         seen.page.fill("#key", key)
         seen.page.press("#key", "Enter")
         seen.generate("a red fox")

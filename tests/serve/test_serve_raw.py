@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 HOST = b"Host: 127.0.0.1\r\n"
 JOB = b'{"prompt": "x", "steps": 1}'
-TYPE = b"Content-Type: application/json\r\n"
+TYPE, JSON = b"Content-Type: application/json\r\n", {"Content-Type": "application/json"}
 LIMITS = ConnectionLimits(most=24, header=1.5, body=1.0, body_rate=1000.0, write=1.0, write_rate=1000.0)
 
 
@@ -91,43 +91,32 @@ CHUNK = b"%x\r\n%b\r\n0\r\n\r\n" % (len(JOB), JOB)
 # What is sent, the statuses that may come, and whether the connection has to be closed after it.
 CASES: dict[str, tuple[tuple[bytes, ...], list[list[int]], bool]] = {
     "right": ((get(),), [[200]], False),
-    "version 1.0": ((b"GET /healthz HTTP/1.0\r\n" + HOST + b"\r\n",), [[200]], True),
     "an unknown method": ((b"BREW /healthz HTTP/1.1\r\n" + HOST + b"\r\n",), [[405]], False),
     "TLS": ((b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64) + b"\r\n\r\n",), [[400]], True),
-    "HTTP/2's preface": ((b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",), [[400], [400, 400]], True),
     "a web socket": (
         (get(b"/healthz", b"Connection: Upgrade", b"Upgrade: websocket", b"Sec-WebSocket-Key: x"),),
         [[200]],
         False,
     ),
-    "a path with a line break": ((get(b"/healthz%0d%0aX:y"),), [[404]], False),
     "a path of half characters": ((get(b"/%ff%fe"),), [[404]], False),
-    "an absolute address": ((get(b"http://127.0.0.1/healthz"),), [[200], [400], [404]], False),
     "no host": ((get(host=b""),), [[400]], True),
     "two hosts": ((get(b"/healthz", b"Host: evil.test"),), [[400]], True),
     "a long header": ((get(b"/healthz", b"X: " + b"y" * 100_000),), [[400]], True),
-    "a long path": ((get(b"/" + b"y" * 100_000),), [[400]], True),
     "many headers": ((get(b"/healthz", *[b"X%d: y" % number for number in range(6_000)]),), [[400]], True),
     "a job": ((post(JOB, LENGTH),), [[202]], False),
     "a negative length": ((post(JOB, b"Content-Length: -1"),), [[400]], True),
     "a huge length": ((post(JOB, b"Content-Length: 99999999999999999999999"),), [[400], [413]], True),
-    "two lengths": ((post(JOB, LENGTH, b"Content-Length: 3"),), [[400]], True),
-    "the same length twice": ((post(JOB, LENGTH, LENGTH),), [[202], [400]], False),
     "length and chunks": (
         (post(CHUNK + get(b"/smuggled"), LENGTH, CHUNKED),),
         # Chunks count, and what is behind them is a request of its own.
         [[202, 404], [400]],
         False,
     ),
-    "chunks": ((post(CHUNK, CHUNKED),), [[202]], False),
-    "chunks byte by byte": ((post(b"", CHUNKED), *[b"1\r\n%c\r\n" % one for one in JOB], b"0\r\n\r\n"), [[202]], False),
     "chunk extensions without end": ((post(b"1;" + b"x" * 100_000, CHUNKED),), [[400]], True),
-    "an unknown coding": ((post(JOB, b"Transfer-Encoding: gzip, chunked"),), [[400], [501]], True),
     "expect": ((post(b"", LENGTH, b"Expect: 100-continue"), JOB), [[100, 202]], False),
     "pipelined": ((get() + get(b"/readyz") + get(b"/nothing"),), [[200, 200, 404]], False),
     "pipelined, the second wrong": ((get() + b"nonsense\r\n\r\n",), [[200, 400]], True),
     "half a header, then closed": ((b"GET /healthz HTTP/1.1\r\nHo",), [[], [400]], True),
-    "byte by byte": (tuple(bytes([one]) for one in get()), [[200]], False),
     "HEAD": ((b"HEAD /healthz HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n",), [[405]], True),
     "CONNECT": ((b"CONNECT 127.0.0.1:22 HTTP/1.1\r\n" + HOST + b"\r\n",), [[404], [405], [400]], False),
 }
@@ -261,7 +250,6 @@ BODIES = {
     "unknown fields": (nonsense(1_000_000), "more fields and marks"),
     "nested": (b'{"prompt":"x","loras":' + b"[" * 2_000_000 + b"]" * 2_000_000 + b"}", "more fields and marks"),
     "nested a little": (b'{"prompt":"x","loras":' + b"[" * 3_000 + b"]" * 3_000 + b"}", "not JSON"),
-    "numbers": (b'{"prompt":"x","loras":[' + b"1," * 4_000_000 + b"1]}", "more fields and marks"),
     "fields of a field": (
         b'{"prompt":"x","loras":[{"name":"oil",' + nonsense(1_000)[14:] + b"]}",
         "loras.0",
@@ -271,7 +259,6 @@ BODIES = {
         b'{"prompt":"' + b"x" * 8_000_000 + b'"}',
         "prompt: string should have at most 100000 characters, not 'xxx",
     ),
-    "steps": (b'{"prompt":"x","steps":100000}', "steps: input should be less than or equal to 10000, not 100000"),
     "UTF-16": ('{"prompt":"x", "step":3}'.encode("utf-16"), "there is no field 'step'"),
     "a list": (b"[]", "no JSON object"),
     "nothing": (b"", "not JSON"),
@@ -281,33 +268,23 @@ BODIES = {
 @pytest.mark.parametrize("name", BODIES)
 def test_bodies_of_nonsense_cost_little(backend: FakeBackend, port: int, name: str):
     data, words = BODIES[name]
-    for path in ("/v1/jobs", "/v1/videos", "/v1/images/generations"):
-        began = time.process_time()
-        with httpx.Client(timeout=60) as http:
-            try:
-                headers = {"Content-Type": "application/json"}
-                answer = http.post(f"http://127.0.0.1:{port}{path}", content=data, headers=headers)
-            except httpx.TransportError:
-                # It was refused in the middle, and the rest not read.
-                continue
+    began = time.process_time()
+    with contextlib.suppress(httpx.TransportError):
+        # Some are refused in the middle, and the rest is not read.
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/jobs", content=data, headers=JSON, timeout=60)
         assert answer.status_code in (400, 413)
-        if answer.status_code == 400:
-            assert words in answer.json()["error"]["message"]
+        assert answer.status_code == 413 or words in answer.json()["error"]["message"]
         assert len(answer.content) < 2_000
-        # Of this process, in which the server is a thread: for a million errors it would be many.
-        assert time.process_time() - began < 2
+    # Of this process, in which the server is a thread: for a million errors it would be many.
+    assert time.process_time() - began < 2
 
 
-@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data"])
-def test_a_body_of_another_kind_is_told_what_to_send(port: int, kind: str):
-    headers = {"Content-Type": kind}
+def test_a_body_is_json_whether_it_says_so_or_not(port: int):
+    assert said(port, post(JOB, LENGTH, kind=b""), enough=1).statuses == [202]
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
     answer = httpx.post(f"http://127.0.0.1:{port}/v1/jobs", content=b"{bad", headers=headers)
     assert answer.status_code == 400
     assert "send one JSON object with Content-Type: application/json" in answer.json()["error"]["message"]
-
-
-def test_a_body_without_a_kind_is_json(port: int):
-    assert said(port, post(JOB, LENGTH, kind=b""), enough=1).statuses == [202]
 
 
 def test_bodies_in_memory_are_bounded():

@@ -21,7 +21,6 @@ from ditmesh.serve.settings import ServiceSettings
 from ditmesh.serve.types import Job, RankState
 from ditmesh.serve.worker.protocol import (
     Beat,
-    Cancel,
     Cancelled,
     Finished,
     ModelFailed,
@@ -54,9 +53,18 @@ class Running:
         self.seed = (request.seed or 0) + task.index
         self.state = f"{request.prompt} {self.seed}".encode()
 
-    def advance(self) -> None:
+    def advance(self, rank: int, running: dict[str, Running], say: Callable[[Any], None]) -> None:
+        """Do a step, and report it; the last one ends the task."""
+        id, every = self.task.id, self.task.request.previews
+        act(self.task.request.prompt, rank, self.step)
         self.state = hashlib.sha256(self.state + bytes([self.step % 256])).digest()
         self.step += 1
+        say(TaskStepped(id, self.step, self.steps, len(running)))
+        if every and self.step % every == 0:
+            say(Preview(id, self.step, 8, 8, b"\xff\xd8\xffjpeg"))
+        if self.step == self.steps:
+            say(Finished(id, PNG + self.state, 64, 64, {"seed": self.seed, "company": len(running)}))
+            del running[id]
 
 
 def act(prompt: str, rank: int, step: int) -> None:
@@ -79,107 +87,67 @@ def act(prompt: str, rank: int, step: int) -> None:
         time.sleep(600)
 
 
-class QueuePlace:
-    """This rank among all, and how commands of rank 0 come to the others."""
+def shared(commands: list[Any], world: int) -> list[Any]:
+    """The commands of rank 0, on every rank."""
+    if world == 1:
+        return commands
+    import torch.distributed as dist
 
-    def __init__(self, report: Any) -> None:
-        self.rank, self.world = 0, 1
-        if not isinstance(report, ThreadReport):
-            import torch.distributed as dist
-
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
-
-    def shared(self, commands: list[Any]) -> list[Any]:
-        if self.world == 1:
-            return commands
-        import torch.distributed as dist
-
-        box = [commands]
-        dist.broadcast_object_list(box, 0)
-        return box[0]
+    box = [commands]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
 
 
 def serve_fake(specs: Sequence[ModelSpec], *, report: Any) -> None:
-    """`protocol` on every rank, without torch where there is one only."""
-    place, inbox = QueuePlace(report), queue.Queue()
-    say: Callable[[Any], None] = report if place.rank == 0 else lambda message: None
+    """`protocol` on every rank, without torch where there is one only. A model in "bfloat16" is refused."""
+    rank, world = (0, 1) if isinstance(report, ThreadReport) else place_of_rank()
+    say: Callable[[Any], None] = report if rank == 0 else lambda message: None
+    inbox: queue.Queue[Any] = queue.Queue()
 
     def read() -> None:
-        while True:
+        command = None
+        while not isinstance(command, Stop):
             try:
                 command = report.reply()
             except EOFError:
                 return
             inbox.put(command)
-            if isinstance(command, Stop):
-                return
 
     threading.Thread(target=read, daemon=True).start()
-    loaded = _loaded(specs, say)
-    running: dict[str, Running] = {}
-    calls = rows = 0
-    beat = 0.0
-    while True:
-        for command in place.shared(_taken(inbox)):  # rank 0's
-            if isinstance(command, Stop):
-                return
-            _obey(command, loaded, running, say)
-        if running:
-            time.sleep(STEP)
-            calls, rows = calls + 1, rows + len(running)
-            for id, one in [*running.items()]:
-                _step(id, one, running, place, say)
-        else:
-            time.sleep(0.005)
-        if running or time.monotonic() - beat > 0.2:
-            beat = time.monotonic()
-            ranks = tuple(RankState(rank=rank, device="cpu") for rank in range(place.world))
-            say(Beat(tuple(running), len(running), calls, rows, ranks, {"ring": calls}))
-
-
-def _taken(inbox: queue.Queue) -> list[Any]:
-    taken = []
-    while not inbox.empty():
-        taken.append(inbox.get())
-    return taken
-
-
-def _loaded(specs: Sequence[ModelSpec], say: Callable) -> set[str]:
-    """The names of the models, which are loaded at once; "float16" breaks, and "bfloat16" is refused."""
     for spec in specs:
-        if spec.dtype == "float16":
-            raise ArithmeticError("this model breaks")
         if spec.dtype == "bfloat16":
             say(ModelFailed(spec.name, "this model is broken"))
             raise InputError("this model is broken")
         card = {"pipeline": "Fake", "batching": True, "steps": 4, "inputs": ["image"]}
         say(ModelReady(spec.name, card, {"ulysses": 2}, "ulysses=2"))
-    return {spec.name for spec in specs}
+    running: dict[str, Running] = {}
+    calls = rows = 0
+    beat = 0.0
+    while True:
+        for command in shared([inbox.get() for _ in range(inbox.qsize())], world):
+            if isinstance(command, Stop):
+                return
+            if isinstance(command, Start) and command.request.prompt.startswith("! refuse"):
+                say(TaskFailed(command.id, "invalid_request", "the pipeline cannot do that"))
+            elif isinstance(command, Start):
+                running[command.id] = Running(command)
+            elif command.id in running:
+                say(Cancelled(command.id, running.pop(command.id).step))
+        time.sleep(STEP if running else STEP / 2)
+        if running:
+            calls, rows = calls + 1, rows + len(running)
+            for run in [*running.values()]:
+                run.advance(rank, running, say)
+        if running or time.monotonic() - beat > 0.2:
+            beat = time.monotonic()
+            ranks = tuple(RankState(rank=number, device="cpu") for number in range(world))
+            say(Beat(tuple(running), len(running), calls, rows, ranks, {"ring": calls}))
 
 
-def _obey(command: Any, loaded: set[str], running: dict[str, Running], say: Callable) -> None:
-    if isinstance(command, Start):
-        task = command
-        assert task.request.model in loaded
-        if task.request.prompt.startswith("! refuse"):
-            say(TaskFailed(task.id, "invalid_request", "the pipeline cannot do that"))
-            return
-        running[task.id] = Running(task)
-    elif isinstance(command, Cancel) and command.id in running:
-        say(Cancelled(command.id, running.pop(command.id).step))
+def place_of_rank() -> tuple[int, int]:
+    import torch.distributed as dist
 
-
-def _step(id: str, one: Running, running: dict[str, Running], place: QueuePlace, say: Callable) -> None:
-    act(one.task.request.prompt, place.rank, one.step)
-    one.advance()
-    say(TaskStepped(id, one.step, one.steps, len(running)))
-    every = one.task.request.previews
-    if every and one.step % every == 0:
-        say(Preview(id, one.step, 8, 8, b"\xff\xd8\xffjpeg"))
-    if one.step == one.steps:
-        del running[id]
-        company = len(running) + 1
-        say(Finished(id, PNG + one.state, 64, 64, {"seed": one.seed, "company": company}))
+    return dist.get_rank(), dist.get_world_size()
 
 
 class ThreadReport:
@@ -283,10 +251,9 @@ async def until(condition: Any, seconds: float = 10.0) -> None:
 
 
 async def assert_right(service: Service, job: Job, owner: str = "") -> None:
-    """Every picture is the one that its prompt and seed give alone."""
+    """Every image is the one that its prompt and seed give alone."""
     assert job.status == "succeeded", job
-    for one in job.images:
-        assert one.seed == job.request.seed + one.index
-        file = await service.result(job.id, one.index, owner)
-        assert file.path.read_bytes() == picture(job.request.prompt, one.seed, job.request.steps or 4)
-        assert file.media_type == "image/png"
+    for image in job.images:
+        assert image.seed == job.request.seed + image.index
+        file = await service.result(job.id, image.index, owner)
+        assert file.path.read_bytes() == picture(job.request.prompt, image.seed, job.request.steps or 4)

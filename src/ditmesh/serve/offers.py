@@ -71,11 +71,7 @@ class ServedModel:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> ServedModel:
-        """Read a model's files.
-
-        Raises:
-            InputError: there is no such model.
-        """
+        """Read a model's files. Raises `InputError`: there is no such model."""
         info = find_model(spec.model)
         width, height = info.default_size or (None, None)
         card = ModelCard(
@@ -103,8 +99,7 @@ class ServedModel:
     def check(self, request: JobRequest, devices: int) -> None:
         """Reject a request that the model cannot do, as far as its files and its card tell.
 
-        Raises:
-            InputError: one sentence with the names of the request's fields.
+        Raises `InputError`: one sentence with the names of the request's fields.
         """
         if (request.width is None) != (request.height is None):
             raise InputError("width and height belong together; give both, or none for the model's own")

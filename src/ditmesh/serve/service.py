@@ -56,6 +56,7 @@ class Service(JobStore):
         super().__init__(served, folder, settings)
         ranks = [partial(_ranks, settings, number) for number in range(settings.replicas)]
         self._dispatcher = Dispatcher(self, served, ranks, settings, function)
+        self.permanent_failure = self._dispatcher.permanent_failure
         self._stopping = False
 
     async def start(self) -> None:
@@ -78,10 +79,6 @@ class Service(JobStore):
         self._looking.cancel()
         await asyncio.gather(self._looking, *self._background, return_exceptions=True)
         await self.close()
-
-    async def permanent_failure(self) -> str:
-        """Returns when no ranks will ever serve, with the reason; see `Dispatcher.permanent_failure`."""
-        return await self._dispatcher.permanent_failure()
 
     async def submit(self, request: JobRequest, owner: str, files: Mapping[str, bytes] | None = None) -> Job:
         """Accept a job: once this returns it is on disk and not lost any more.

@@ -59,7 +59,6 @@ class JobRequest(PictureRequest):
     """The request of a job: a `PictureRequest` for one of the server's models.
 
     Attributes:
-        prompt, n, steps: as of a `PictureRequest`, with a server's bounds.
         width, height: of an image's size of another shape than the input image's most pipelines stretch it.
         seed: None: the server takes one at random when it accepts the job, and writes it here.
         fps: whole frames a second.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, FastAPI, Header, Path, Query
@@ -29,7 +29,7 @@ from .intake import JobId, Server, file_response, logged_job_id, result_file
 from .keys import Keys
 from .logs import JobWatch
 from .metrics import Metrics
-from .streams import EventStream, event_schema, iterate_and_close, sse
+from .streams import EventStream, event_schema, sse
 from .uploads import Uploads
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ async def get_events(
     # An unknown job has a different status, which must be sent before the stream begins.
     await server.backend.job(logged_job_id(id, request), owner)
 
-    async def events() -> AsyncIterator[str]:
-        async with iterate_and_close(server.backend.events(id, owner, last)) as found:
+    async def events() -> AsyncGenerator[str]:
+        async with contextlib.aclosing(server.backend.events(id, owner, last)) as found:
             async for event in found:
                 yield sse(event.data, event.event, event.id)
 
@@ -166,7 +166,7 @@ async def get_server_events(request: Request) -> Response:
     server: Server = request.app.state.server
     owner: str = request.state.owner
 
-    async def states() -> AsyncIterator[str]:
+    async def states() -> AsyncGenerator[str]:
         before = ""
         while True:
             text = sse(server.backend.state(owner).model_dump(mode="json"), "state")
@@ -226,7 +226,7 @@ def create_app(backend: Service, settings: ApiSettings | None = None, grace: flo
     server = Server(backend, settings, metrics, watch, Uploads(settings.max_input_pixels), grace)
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         await backend.start()
         try:
             yield

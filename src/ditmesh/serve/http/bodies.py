@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
@@ -42,11 +43,7 @@ class Bodies:
         self._of: Counter[str] = Counter()
 
     def take(self, who: str, more: int) -> None:
-        """Count received bytes of a client's body.
-
-        Raises:
-            HTTPException: there is no room for them now.
-        """
+        """Count received bytes of a client's body. Raises `HTTPException`: there is no room for them now."""
         if self._of[who] + more > self.each or self.bytes + more > self.most:
             message = f"{self.bytes} bytes of requests are being read already; ask again"
             raise HTTPException(503, message, wait_header(2))
@@ -62,11 +59,7 @@ class Bodies:
 
 
 async def read_body(request: Request, kind: type[Model]) -> Model:
-    """The object in a request's body.
-
-    Raises:
-        Refused: it is too large, no JSON object, or a field is wrong.
-    """
+    """The object in a request's body. Raises `Refused`: it is too large, no JSON object, or a field is wrong."""
     settings: ApiSettings = request.app.state.server.settings
     schema = kind.model_fields
     most = settings.max_body if "inputs" in schema else min(MOST_OF_WORDS, settings.max_body)
@@ -92,28 +85,54 @@ async def read_body(request: Request, kind: type[Model]) -> Model:
     if not isinstance(fields, dict):
         raise Refused(400, "the body is no JSON object; send one", "invalid_json")
     # Before pydantic, which makes an error of each.
-    if unknown := [name for name in fields if name not in schema]:
-        raise _unknown_fields(unknown, schema)
+    if unknown := [name[:80] for name in fields if name not in schema]:
+        names = enumerated(map(repr, unknown), MAX_NAMED_FIELDS, "more")
+        out = f"it out{did_you_mean(unknown[0], schema)}" if len(unknown) == 1 else "them out"
+        raise Refused(400, f"{unknown[0]}: there is no field {names}; leave {out}", param=unknown[0])
     return validated(kind, fields)
 
 
 def validated(kind: type[Model], fields: Mapping[str, Any]) -> Model:
-    """A model from those fields that are not None.
-
-    Raises:
-        Refused: a field is wrong.
-    """
+    """A model from those fields that are not None. Raises `Refused`: a field is wrong."""
     try:
         return kind.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
         raise refusal_response(error) from None
 
 
-def body_schema(kind: type[BaseModel], form: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The OpenAPI description of a request body in JSON, or as a form; `add_schemas` describes the fields."""
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}Body"}}}
-    forms = {} if form is None else {"multipart/form-data": {"schema": form}}
-    return {"requestBody": {"required": True, "content": content | forms}}
+async def read_form(request: Request, kind: type[Model], *names: str) -> tuple[Model, dict[str, bytes]]:
+    """The fields of a form, and its files of these names.
+
+    Raises `Refused`: a field is wrong or there twice, or a file has another name.
+    """
+    fields: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
+    most = request.app.state.server.settings.max_body
+    async with request.form(max_files=4, max_fields=64, max_part_size=most) as form:
+        for name, value in form.multi_items():
+            name = name.removesuffix("[]")
+            if name in files or name in fields:
+                raise Refused(400, f"{name}: it is given twice; send one", param=name)
+            if not isinstance(value, UploadFile):
+                fields[name] = value
+            elif name in names:
+                files[name] = await value.read()
+            else:
+                raise Refused(400, f"{name}: the files here are {' and '.join(names)}; leave it out", param=name)
+    return validated(kind, fields), files
+
+
+def body_schema(kind: type[BaseModel], as_json: bool = True, **files: dict[str, Any]) -> dict[str, Any]:
+    """The OpenAPI description of a request body, in JSON (`add_schemas` has the fields) or as a form with files."""
+    reference = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}Body"}}
+    content: dict[str, Any] = {"application/json": reference} if as_json else {}
+    if files:
+        schema = kind.model_json_schema()
+        schema.pop("$defs", None)
+        # Lists of objects are no fields of a form.
+        fields = {name: field for name, field in schema["properties"].items() if name not in ("inputs", "loras")}
+        content["multipart/form-data"] = {"schema": {**schema, "properties": fields | files}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def add_schemas(components: dict[str, Any], *kinds: type[BaseModel]) -> None:
@@ -122,14 +141,6 @@ def add_schemas(components: dict[str, Any], *kinds: type[BaseModel]) -> None:
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}Body")
         models = schema.pop("$defs", {}) | {kind.__name__: schema}
         components.update({f"{name}Body": model for name, model in models.items()})
-
-
-def _unknown_fields(unknown: Collection[str], known: Collection[str]) -> Refused:
-    names = enumerated((repr(name[:80]) for name in unknown), MAX_NAMED_FIELDS, "more")
-    first = next(iter(unknown))[:80]
-    means = did_you_mean(first, known) if len(unknown) == 1 else ""
-    words = f"there is no field {names}; leave {'it' if len(unknown) == 1 else 'them'} out{means}"
-    return Refused(400, f"{first}: {words}", param=first)
 
 
 def _parsed(data: bytes | bytearray) -> Any:

@@ -65,6 +65,8 @@ class ConnectionLimits:
     ) -> None:
         self.most, self.header, self.body, self.body_rate = most, header, body, body_rate
         self.write, self.write_rate = write, write_rate
+        # To accept in one turn: a request that came with its connection is read some turns later.
+        self.at_once = max(1, min(ACCEPTED_AT_ONCE, most // 8))
         self.open: set[LimitedConnection] = set()
         # Those without a request under way, the oldest first.
         self.idle: dict[LimitedConnection, None] = {}
@@ -87,11 +89,6 @@ class ConnectionLimits:
         if oldest is not None:
             oldest.drop()
         return oldest is not None
-
-    @property
-    def at_once(self) -> int:
-        """Connections to accept in one turn: a request that came with its connection is read some turns later."""
-        return max(1, min(ACCEPTED_AT_ONCE, self.most // 8))
 
     async def watch(self) -> None:
         """Close connections that exceed their time, until cancelled."""
@@ -225,26 +222,27 @@ class LimitedRequests:
                 headers = {**wait_header(5), "Connection": "close"}
                 await error_response(Refused(503, message, headers=headers))(scope, receive, send)
             else:
-                await self._app(scope, self._timed(receive), send)
+                await self._app(scope, timed_body(receive, self._limits), send)
         finally:
             connection.answered()
 
-    def _timed(self, receive: Receive) -> Receive:
-        """The messages of a request; a body that comes too slowly is refused. The application's own time is free."""
-        limits, waited, size, more = self._limits, 0.0, 0, True
 
-        async def timed() -> Message:
-            nonlocal waited, size, more
-            if not more:
-                return await receive()
-            began = time.monotonic()
-            try:
-                message = await asyncio.wait_for(receive(), limits.body + size / limits.body_rate - waited)
-            except TimeoutError:
-                message = f"the request's body did not arrive within {limits.body:g} seconds; send it at once"
-                raise HTTPException(408, message, {"Connection": "close"}) from None
-            waited += time.monotonic() - began
-            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
-            return message
+def timed_body(receive: Receive, limits: ConnectionLimits) -> Receive:
+    """The messages of a request; a body that comes too slowly is refused. The application's own time is free."""
+    waited, size, more = 0.0, 0, True
 
-        return timed
+    async def timed() -> Message:
+        nonlocal waited, size, more
+        if not more:
+            return await receive()
+        began = time.monotonic()
+        try:
+            message = await asyncio.wait_for(receive(), limits.body + size / limits.body_rate - waited)
+        except TimeoutError:
+            text = f"the request's body did not arrive within {limits.body:g} seconds; send it at once"
+            raise HTTPException(408, text, {"Connection": "close"}) from None
+        waited += time.monotonic() - began
+        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+        return message
+
+    return timed

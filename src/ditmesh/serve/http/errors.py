@@ -54,6 +54,11 @@ class Refused(DitmeshError):
         self.status, self.code, self.headers = status, code or usual, dict(headers or {})
         self.param = param and _text(param)
 
+    @property
+    def detail(self) -> dict[str, Any]:
+        """The error as clients read it, an `ErrorDetail`."""
+        return {"message": _text(str(self)), "type": self.type, "code": self.code, "param": self.param}
+
 
 # For each status: its meaning, its class of errors, and its default code.
 MEANINGS: dict[int, tuple[str, str, str]] = {
@@ -115,8 +120,7 @@ def refusal_response(error: Exception) -> Refused:
 def error_response(error: Exception) -> JSONResponse:
     """The response for a public exception."""
     refused = refusal_response(error)
-    detail = {"message": _text(str(refused)), "type": refused.type, "code": refused.code, "param": refused.param}
-    return JSONResponse({"error": detail}, refused.status, refused.headers)
+    return JSONResponse({"error": refused.detail}, refused.status, refused.headers)
 
 
 def _text(words: str) -> str:

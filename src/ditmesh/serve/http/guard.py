@@ -98,45 +98,43 @@ class RequestGuard:
             logger.log(level, "request", extra={"facts": facts})
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.setdefault("state", {})
         try:
-            headers = Headers(scope=scope)
-            self._check_host(headers)
-            self._check_origin(scope["method"], headers)
-            state = scope.setdefault("state", {})
-            state["owner"], state["party"] = self._owner(scope, headers), (scope.get("client") or ("",))[0]
-            self._check_length(headers)
+            state["owner"] = self._checked(scope, Headers(scope=scope))
         except Refused as refused:
             await error_response(refused)(scope, receive, send)
             return
-        state = scope["state"]
-        counted = self._counted(receive, state)
+        counted = self._counted(receive, state, state["owner"] or (scope.get("client") or ("",))[0])
         try:
             await self.app(scope, counted, send)
         finally:
             state["received"]()
 
-    def _check_host(self, headers: Headers) -> None:
-        """Reject other host names, because a page can use them for DNS rebinding."""
-        name = _host(headers.get("host", ""))
-        if self.settings.hosts and name not in self.settings.hosts:
-            raise Refused(
-                400,
-                f"this server does not answer as {name[:200]!r}; start it with --allow-host {name[:200]}",
-                "wrong_host",
-            )
+    def _checked(self, scope: Scope, headers: Headers) -> str:
+        """The owner of a request that may be read.
 
-    def _check_origin(self, method: str, headers: Headers) -> None:
-        """Reject requests from pages of other sites, by the headers that browsers send."""
+        Other host names are rejected, because a page can use them for DNS rebinding, and requests from pages of other
+        sites, by the headers that browsers send.
+        """
+        header, method = headers.get("host", ""), scope["method"]
+        name = header.rpartition(":")[0] if header.count(":") == 1 else header
+        name = (header[1:].partition("]")[0] if header.startswith("[") else name).lower()
+        if self.settings.hosts and name not in self.settings.hosts:
+            message = f"this server does not answer as {name[:200]!r}; start it with --allow-host {name[:200]}"
+            raise Refused(400, message, "wrong_host")
         origin = headers.get("origin")
-        if origin is None and headers.get("sec-fetch-site") == "cross-site" and method not in SAFE_METHODS:
+        if method not in SAFE_METHODS and origin is None and headers.get("sec-fetch-site") == "cross-site":
             raise Refused(403, "pages of another site may not use this server; allow a site with --cors-origin")
-        if origin is None or method in SAFE_METHODS or origin in self.settings.cors:
-            return
+        if method not in SAFE_METHODS and origin is not None and origin not in self.settings.cors:
+            self._check_origin(origin, headers)
+        owner, length = self._owner(scope, headers), headers.get("content-length", "0")
+        if not length.isascii() or not length.isdecimal() or len(length) > 18 or int(length) > self.settings.max_body:
+            raise self._too_large()
+        return owner
+
+    def _check_origin(self, origin: str, headers: Headers) -> None:
         if urlsplit(origin).netloc != headers.get("host"):
-            raise Refused(
-                403,
-                f"pages of {origin[:200]!r} may not use this server; allow a site with --cors-origin",
-            )
+            raise Refused(403, f"pages of {origin[:200]!r} may not use this server; allow a site with --cors-origin")
 
     def _owner(self, scope: Scope, headers: Headers) -> str:
         path = scope["path"]
@@ -152,21 +150,15 @@ class RequestGuard:
             )
         return owner
 
-    def _check_length(self, headers: Headers) -> None:
-        length = headers.get("content-length", "0")
-        if not length.isascii() or not length.isdecimal() or len(length) > 18 or int(length) > self.settings.max_body:
-            raise self._too_large()
-
     def _too_large(self) -> Refused:
         return Refused(413, f"the request's body has more than {self.settings.max_body} bytes; send a smaller one")
 
-    def _counted(self, receive: Receive, state: dict[str, Any]) -> Receive:
+    def _counted(self, receive: Receive, state: dict[str, Any], who: str) -> Receive:
         """Limit the body's size, also of chunked bodies without a length header.
 
         ``state["received"]`` is what tells that the body is needed no more.
         """
         so_far = held = 0
-        who = state["owner"] or state["party"]
 
         def received() -> None:
             nonlocal held
@@ -188,13 +180,6 @@ class RequestGuard:
 
         state["received"] = received
         return counted
-
-
-def _host(header: str) -> str:
-    """A ``Host`` header without its port."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.rpartition(":")[0].lower() if header.count(":") == 1 else header.lower()
 
 
 def _route(scope: Scope) -> str:

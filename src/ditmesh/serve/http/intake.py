@@ -68,20 +68,14 @@ class Server:
         """
         if self._stopped is None:
             self.stopping = True
-            self._stopped = asyncio.ensure_future(self._stop(self.grace if grace is None else grace))
+            self._stopped = asyncio.ensure_future(self.backend.stop(self.grace if grace is None else grace))
+            self._stopped.add_done_callback(lambda _: self.closing.set())
         await asyncio.shield(self._stopped)
-
-    async def _stop(self, grace: float) -> None:
-        try:
-            await self.backend.stop(grace)
-        finally:
-            self.closing.set()
 
     def model(self, name: str) -> ModelCard:
         """A model by its name or alias; the first model for an empty name.
 
-        Raises:
-            Refused: there is none of that name.
+        Raises `Refused`: there is none of that name.
         """
         cards, name = self.backend.models(), self.settings.aliases.get(name, name)
         card = next((card for card in cards if name in (card.id, "")), None)
@@ -106,7 +100,7 @@ class Server:
         owner: str = caller.state.owner
         files: dict[str, bytes] = {}
         try:
-            card = self._check(request, caller, videos)
+            card = self._check(request, videos)
             # The receipt, the metrics and the log use the model's real name.
             more: dict[str, Any] = {"model": card.id, "inputs": await self._read_inputs(request.inputs, files)}
             if "format" not in request.model_fields_set and (videos or card.video):
@@ -122,8 +116,8 @@ class Server:
         caller.state.received()
         return job
 
-    def _check(self, request: JobRequest, caller: Request, videos: bool | None) -> ModelCard:
-        """The card of the model of a request that the server's limits allow."""
+    def _check(self, request: JobRequest, videos: bool | None) -> ModelCard:
+        """The card of the model of a request that the operator's limits allow."""
         if self.stopping:
             raise Refused(503, "the server is about to stop; ask again", headers=wait_header(self.settings.retry_after))
         card = self.model(request.model)
@@ -132,11 +126,6 @@ class Server:
             made, other = ("videos", "/v1/videos") if card.video else ("images", "/v1/images/generations")
             message = f"model {card.id!r} makes {made}; use POST {other} or /v1/jobs"
             raise Refused(400, message, "wrong_model", "model")
-        self._check_limits(request, card)
-        return card
-
-    def _check_limits(self, request: JobRequest, card: ModelCard) -> None:
-        """Reject what the operator does not allow."""
         for name, (setting, what) in LIMITED.items():
             asked, most = getattr(request, name), getattr(self.settings, setting)
             asked = len(asked) if isinstance(asked, str) else asked
@@ -148,12 +137,12 @@ class Server:
             most = self.settings.max_pixels
             message = f"size {size[0]}x{size[1]} has more than this server's {most} pixels; use a smaller one"
             raise Refused(400, message, param="size")
+        return card
 
     async def _read_inputs(self, given: Sequence[Input], files: dict[str, bytes]) -> tuple[Input, ...]:
         """The inputs of a job; ``files`` gets the images that came with the request, PNGs by digest.
 
-        Raises:
-            Refused: one of them is no image, or a mask has another size than its image.
+        Raises `Refused`: one of them is no image, or a mask has another size than its image.
         """
         stored: list[Input] = []
         sizes: dict[str, tuple[int, int]] = {}
@@ -177,25 +166,11 @@ class Server:
 
 
 def logged_job_id(id: str, request: Request) -> str:
-    """The job's id, which is also added to the log.
-
-    Raises:
-        UnknownJob: it is none.
-    """
+    """The job's id, which is also added to the log. Raises `UnknownJob`: it is none."""
     if JOB_ID.fullmatch(id) is None:
         raise UnknownJob(f"there is no job {id!r}; ids are job_ and 32 hexadecimal digits")
     request.state.job = id
     return id
-
-
-def readable(path: os.PathLike[str]) -> os.stat_result:
-    """The status of a file that can be opened: when the answer has begun it is too late to say that it cannot.
-
-    Raises:
-        OSError: it cannot.
-    """
-    with open(path, "rb") as file:
-        return os.fstat(file.fileno())
 
 
 def file_response(*kinds: str) -> dict[int | str, dict[str, Any]]:
@@ -212,8 +187,14 @@ async def result_file(request: Request, id: str, index: int, download: bool = Fa
     """
     server: Server = request.app.state.server
     result = await server.backend.result(logged_job_id(id, request), index, request.state.owner)
+
+    def opened() -> os.stat_result:
+        with result.path.open("rb") as file:
+            return os.fstat(file.fileno())
+
     try:
-        status = await asyncio.to_thread(readable, result.path)
+        # When the answer has begun it is too late to say that the file cannot be read.
+        status = await asyncio.to_thread(opened)
     except FileNotFoundError:
         raise UnknownJob(f"the results of {id} have expired") from None
     except OSError as error:

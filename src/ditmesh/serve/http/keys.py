@@ -57,11 +57,7 @@ def new_key(file: str | Path, name: str = "") -> str:
 
 
 def read_keys(file: str | Path) -> dict[str, str]:
-    """Names by hashes.
-
-    Raises:
-        InputError: the file cannot be read, or a line is no hash.
-    """
+    """Names by hashes. Raises `InputError`: the file cannot be read, or a line is no hash."""
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -87,14 +83,14 @@ def read_keys(file: str | Path) -> dict[str, str]:
 class Keys:
     """The keys of a file. Added or removed lines take effect within a second.
 
-    Raises:
-        InputError: the file cannot be read, or holds no key.
+    Raises `InputError`: the file cannot be read, or holds no key.
     """
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._hashes = [value.encode() for value in read_keys(file)]
-        self._stamp, self._looked = self._look(), time.monotonic()
+        self._stamp: tuple[int, int] | None = None
+        self._looked = time.monotonic()
         if not self._hashes:
             raise InputError(
                 f"the keys {str(file)!r} hold none; make one with ditmesh serve --keys FILE --new-key NAME"
@@ -102,29 +98,23 @@ class Keys:
 
     def owner(self, key: str) -> str | None:
         """The owner's hash; None: there is no such key. Takes the same time for every key."""
-        self._refresh()
+        now = time.monotonic()
+        if now >= self._looked + RELOAD_SECONDS:
+            self._looked = now
+            self._read_again()
         given, found = digest_of_key(key), False
         for known in self._hashes:
             found |= hmac.compare_digest(given.encode(), known)
         return given if found else None
 
-    def _look(self) -> tuple[int, int] | None:
+    def _read_again(self) -> None:
         try:
             status = os.stat(self._file)
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size
-
-    def _refresh(self) -> None:
-        now = time.monotonic()
-        if now < self._looked + RELOAD_SECONDS:
-            return
-        self._looked = now
-        if (stamp := self._look()) == self._stamp:
-            return
-        try:
+            stamp = status.st_mtime_ns, status.st_size
+            if stamp == self._stamp:
+                return
             self._hashes = [value.encode() for value in read_keys(self._file)]
-        except InputError:
+        except (InputError, OSError):
             # The file is being written or is missing: the known keys stay valid until it can be read.
             return
         self._stamp = stamp

@@ -30,8 +30,7 @@ logger = logging.getLogger("ditmesh.serve")
 def bound(host: str, port: int) -> socket.socket:
     """A socket that is bound to an address and does not listen yet.
 
-    Raises:
-        InputError: the port is taken, or the host is none of this machine's.
+    Raises `InputError`: the port is taken, or the host is none of this machine's.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -110,8 +109,7 @@ class HttpServer(uvicorn.Server):
     async def run_on(self, listening: socket.socket) -> None:
         """Start the backend, serve on a bound socket, and stop.
 
-        Raises:
-            DitmeshError: the backend cannot start, or (`ServerError`) has given up.
+        Raises `DitmeshError`: the backend cannot start, or (`ServerError`) has given up.
         """
         backend, failed = self._server.backend, ""
 

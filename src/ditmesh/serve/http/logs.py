@@ -64,12 +64,7 @@ def _one_line(text: str) -> str:
 
 
 def log_config(form: LogFormat, level: str, prompts: bool = False) -> dict[str, Any]:
-    """The configuration for `logging.config.dictConfig` and uvicorn, with this format for both loggers.
-
-    Args:
-        form, prompts: see `LineFormatter`.
-        level: of our own messages.
-    """
+    """The configuration for `logging.config.dictConfig` and uvicorn; ``level`` is of our own messages."""
     loggers = {"ditmesh": level, "uvicorn": "ERROR", "uvicorn.error": "ERROR", "asyncio": "WARNING"}
     return {
         "version": 1,
@@ -83,12 +78,7 @@ def log_config(form: LogFormat, level: str, prompts: bool = False) -> dict[str, 
 
 
 class JobWatch:
-    """Reports the events of jobs to log and metrics.
-
-    Args:
-        metrics: of the server.
-        log_prompts: log prompts, too.
-    """
+    """Reports the events of jobs to log and metrics; with ``log_prompts`` prompts, too."""
 
     def __init__(self, metrics: Metrics, log_prompts: bool) -> None:
         self._metrics, self._log_prompts = metrics, log_prompts
@@ -107,12 +97,14 @@ class JobWatch:
         """Report an event."""
         facts: dict[str, Any] = {"job": job.id}
         seconds = max(0.0, time.time() - job.created)
+        # What quotes of its prompts may not be in the log.
+        prompts = () if self._log_prompts else (job.request.prompt, job.request.negative_prompt)
         if event.event == "started" and event.data.get("attempt", 1) == 1:
             self._metrics.waiting.observe(seconds)
             facts["waited"] = round(seconds, 4)
         elif event.event == "restarted":
             self._metrics.restarts.inc()
-            facts |= event.data | {"reason": self._unquoted(job, event.data.get("reason", ""))}
+            facts |= event.data | {"reason": without_quotes(event.data.get("reason", ""), prompts)}
         elif event.event == "image":
             for note in event.data.get("notes", ()):
                 logger.info("%s", note, extra={"facts": facts})
@@ -125,12 +117,7 @@ class JobWatch:
                 facts["error_code"] = error["code"]
                 # What is wrong with a request may quote it.
                 if error["code"] != "invalid_request" or self._log_prompts:
-                    facts["error_message"] = self._unquoted(job, error["message"])
+                    facts["error_message"] = without_quotes(error["message"], prompts)
         if event.event not in ("queued", "step", "preview", "image"):
             level = logging.WARNING if event.event in ("failed", "restarted") else logging.INFO
             logger.log(level, "job %s", event.event, extra={"facts": facts})
-
-    def _unquoted(self, job: Job, text: str) -> str:
-        """A text without what it quotes of a job's prompts, unless they may be logged."""
-        request = job.request
-        return text if self._log_prompts else without_quotes(text, (request.prompt, request.negative_prompt))

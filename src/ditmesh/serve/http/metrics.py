@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ..types import ReplicaState, ServerState
+from ..types import ServerState
 
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 # For each replica and each rank: the field of its state, the metric's name, and its description.
@@ -23,6 +23,7 @@ REPLICA_COUNTERS = (
     ("rows", "transformer_rows", "Rows of these calls"),
     ("synchronous_steps", "synchronous_steps", "Steps of a stale strategy that were synchronous"),
 )
+SENT = (("bytes", "sent_bytes", "Bytes that ranks have sent, by axis"),)
 RANK_GAUGES = (
     ("step_seconds", "rank_step_seconds", "Time of the rank's last step"),
     ("waiting_seconds", "rank_waiting_seconds", "Of that, waiting for other ranks"),
@@ -31,11 +32,7 @@ RANK_GAUGES = (
 
 
 class StateCollector:
-    """The server's state as metrics, read at every scrape.
-
-    Args:
-        state: gives it.
-    """
+    """The server's state as metrics, read at every scrape."""
 
     def __init__(self, state: Callable[[], ServerState]) -> None:
         self._state = state
@@ -54,7 +51,12 @@ class StateCollector:
         ]
         yield from _families(GaugeMetricFamily, ("replica",), REPLICA_GAUGES, replicas)
         yield from _families(CounterMetricFamily, ("replica",), REPLICA_COUNTERS, replicas)
-        yield from _sent(state.replicas)
+        sent = [
+            ((replica.name, axis), {"bytes": count})
+            for replica in state.replicas
+            for axis, count in replica.bytes.items()
+        ]
+        yield from _families(CounterMetricFamily, ("replica", "axis"), SENT, sent)
         ranks = [
             ((replica.name, str(rank.rank), rank.device), vars(rank))
             for replica in state.replicas
@@ -72,19 +74,8 @@ def _families(kind: Any, labels: tuple[str, ...], fields: Any, rows: Any) -> Ite
         yield family
 
 
-def _sent(replicas: list[ReplicaState]) -> Iterator[Metric]:
-    sent = CounterMetricFamily("ditmesh_sent_bytes", "Bytes that ranks have sent, by axis", labels=["replica", "axis"])
-    for replica in replicas:
-        for axis, count in replica.bytes.items():
-            sent.add_metric([replica.name, axis], count)
-    yield sent
-
-
 class Metrics:
     """All metrics of one server, in a separate registry.
-
-    Args:
-        state: gives the server's state.
 
     Attributes:
         requests, request_seconds: that were answered; status 0: the client went away before.

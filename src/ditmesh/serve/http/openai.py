@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
 from math import ceil
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field, FiniteFloat, field_validator, model_validator
-from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..types import ENDED, Format, Input, Job, JobImage, JobRequest, ModelCard
-from .bodies import body_schema, read_body, validated
-from .errors import OF_JOBS, ErrorDetail, Refused, wait_header
+from ..types import ENDED, Format, Input, InputRole, Job, JobImage, JobRequest, ModelCard
+from .bodies import body_schema, read_body, read_form
+from .errors import OF_JOBS, Refused, wait_header
 from .intake import FILE, Server
-from .streams import EventStream, ended, event_schema, iterate_and_close, sse, wait_disconnect
+from .streams import EventStream, ended, event_schema, sse, wait_disconnect
 from .uploads import data_url
 
 router = APIRouter(prefix="/v1/images", tags=["images"], responses=OF_JOBS)
 
-EditFile = Literal["image", "mask"]
 PictureFormat = Literal["png", "jpeg", "webp"]
 
 # Steps of a pipeline without a default in its card.
@@ -39,8 +38,8 @@ NOT_HERE = {
     "moderation": (("auto", "low"), "nothing is moderated here"),
     "input_fidelity": ((), "say strength"),
     "style": ((), "say it in the prompt"),
+    "output_compression": ((), "files are written in one quality"),
 }
-
 
 # Fields of a `JobRequest` under OpenAI's names.
 OPENAI_NAMES = {"guidance_scale": "guidance", "output_format": "format"}
@@ -91,10 +90,6 @@ class ImageRequest(JobRequest):
             if value is not None and value not in taken and name not in sent:
                 usual = f"; use {taken[0]!r} or leave it out" if taken else "; leave it out"
                 raise Refused(400, f"{name}={value!r} means nothing to this server{usual} ({instead})", param=name)
-        if self.output_compression is not None:
-            raise Refused(
-                400, "output_compression: files are written in one quality; leave it out", param="output_compression"
-            )
         if self.partial_images and not self.stream:
             raise Refused(400, "partial_images needs stream=true", param="partial_images")
 
@@ -177,47 +172,23 @@ async def generations(request: Request) -> Response:
     return await _answered(server, request, body, job, "image_generation")
 
 
-def _edit_form() -> dict[str, Any]:
-    """The form of an edit as OpenAPI has it: the request's fields, and two files."""
-    schema = EditRequest.model_json_schema()
-    schema.pop("$defs", None)
-    schema["properties"].pop("inputs")
-    adapters = {"type": "string", "description": 'JSON: `[{"name": "oil", "scale": 0.8}]`'}
-    schema["properties"] |= {"image": FILE, "mask": FILE, "loras": adapters}
-    schema["required"] = ["image", "prompt"]
-    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
+ADAPTERS = {"type": "string", "description": 'JSON: `[{"name": "oil", "scale": 0.8}]`'}
+EDIT_BODY = body_schema(EditRequest, as_json=False, image=FILE, mask=FILE, loras=ADAPTERS)
+EDIT_BODY["requestBody"]["content"]["multipart/form-data"]["schema"]["required"] = ["image", "prompt"]
 
 
-@router.post("/edits", response_model=ImagesResponse, responses=ANSWERS, openapi_extra=_edit_form())
+@router.post("/edits", response_model=ImagesResponse, responses=ANSWERS, openapi_extra=EDIT_BODY)
 async def edits(request: Request) -> Response:
     """Generate an image again, wholly or where a mask says: white, or (as OpenAI has it) transparent throughout."""
     server: Server = request.app.state.server
-    async with request.form(max_files=4, max_fields=64, max_part_size=server.settings.max_body) as form:
-        body, files = _parts(form)
-        inputs = [Input(role=name, data=data_url(await file.read())) for name, file in files.items()]
+    body, files = await read_form(request, EditRequest, "image", "mask")
     body.check(server.settings.aliases)
     if "image" not in files:
         raise Refused(400, "image: an edit needs an image; send it as the file `image`", param="image")
-    asked = body.model_copy(update={"inputs": tuple(inputs)}).with_previews(server.model(body.model))
+    inputs = tuple(Input(role=cast(InputRole, name), data=data_url(data)) for name, data in files.items())
+    asked = body.model_copy(update={"inputs": inputs}).with_previews(server.model(body.model))
     job = await server.accept(asked, request, videos=False)
     return await _answered(server, request, body, job, "image_edit")
-
-
-def _parts(form: FormData) -> tuple[EditRequest, dict[EditFile, UploadFile]]:
-    """The fields of a form, and its files by name."""
-    fields: dict[str, Any] = {}
-    files: dict[EditFile, UploadFile] = {}
-    for name, value in form.multi_items():
-        name = name.removesuffix("[]")
-        if (name in files) or (name in fields):
-            raise Refused(400, f"{name}: it is given twice; send one", param=name)
-        if not isinstance(value, UploadFile):
-            fields[name] = value
-        elif name == "image" or name == "mask":
-            files[name] = value
-        else:
-            raise Refused(400, f"{name}: an edit takes the files image and mask; leave it out", param=name)
-    return validated(EditRequest, fields), files
 
 
 # --- answers
@@ -280,7 +251,7 @@ async def _ended(server: Server, request: Request, job: Job, owner: str) -> Job 
 
 async def _last(server: Server, job: Job, owner: str) -> Job:
     """The job according to its last event."""
-    async with iterate_and_close(server.backend.events(job.id, owner)) as events:
+    async with aclosing(server.backend.events(job.id, owner)) as events:
         async for event in events:
             if event.event in ENDED:
                 return Job.model_validate(event.data)
@@ -293,36 +264,28 @@ def _stops(server: Server, job: Job) -> Refused:
     return Refused(503, f"the server is stopping; it continues {job.id} after its next start", headers=headers)
 
 
-async def _events(server: Server, job: Job, owner: str, kind: str, partial: int) -> AsyncIterator[str]:
+async def _events(server: Server, job: Job, owner: str, kind: str, partial: int) -> AsyncGenerator[str]:
     """The events of a stream: for each image at most ``partial`` previews, then the image."""
     over, seen = False, dict.fromkeys(range(job.request.n), 0)
     try:
-        async with iterate_and_close(server.backend.events(job.id, owner)) as events:
+        async with aclosing(server.backend.events(job.id, owner)) as events:
             async for event in events:
-                if event.event == "preview" and seen[event.data["image"]] < partial:
+                told = event.data
+                if event.event == "preview" and seen[told["image"]] < partial:
                     preview = StreamedImage(
-                        type=f"{kind}.partial_image",
-                        b64_json=event.data["b64_json"],
-                        created_at=int(job.created),
-                        output_format="jpeg",
-                        size=f"{event.data['width']}x{event.data['height']}",
-                        index=event.data["image"],
-                        partial_image_index=seen[event.data["image"]],
-                    )
+                        type=f"{kind}.partial_image", b64_json=told["b64_json"], created_at=int(job.created),
+                        output_format="jpeg", size=f"{told['width']}x{told['height']}", index=told["image"],
+                        partial_image_index=seen[told["image"]],
+                    )  # fmt: skip
                     yield sse(preview.model_dump(exclude_none=True), preview.type)
-                    seen[event.data["image"]] += 1
+                    seen[told["image"]] += 1
                 elif event.event == "image":
-                    image = JobImage.model_validate(event.data)
+                    image = JobImage.model_validate(told)
                     data = await _base64(server, job, image.index, owner)
                     done = StreamedImage(
-                        type=f"{kind}.completed",
-                        b64_json=data,
-                        created_at=int(job.created),
-                        output_format=job.request.format,
-                        size=_size(image) or "auto",
-                        index=image.index,
-                        seed=image.seed,
-                    )
+                        type=f"{kind}.completed", b64_json=data, created_at=int(job.created), seed=image.seed,
+                        output_format=job.request.format, size=_size(image) or "auto", index=image.index,
+                    )  # fmt: skip
                     yield sse(done.model_dump(exclude_none=True), done.type)
                 elif event.event in ENDED:
                     over = True
@@ -337,8 +300,7 @@ async def _events(server: Server, job: Job, owner: str, kind: str, partial: int)
 
 
 def _error(refused: Refused) -> str:
-    detail = ErrorDetail(message=str(refused), type=refused.type, code=refused.code, param=refused.param)
-    return sse({"error": detail.model_dump()}, "error")
+    return sse({"error": refused.detail}, "error")
 
 
 def _failure(job: Job) -> Refused | None:

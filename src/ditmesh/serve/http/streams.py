@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...core.files import finite
 from ...errors import DitmeshError
-
-Item = TypeVar("Item")
+from .errors import Refused
 
 logger = logging.getLogger("ditmesh.serve")
 # Seconds for a stream to send its pending events when the server stops.
@@ -43,17 +42,6 @@ async def wait_disconnect(receive: Receive) -> None:
         pass
 
 
-@contextlib.asynccontextmanager
-async def iterate_and_close(source: AsyncIterator[Item]) -> AsyncIterator[AsyncIterator[Item]]:
-    """Iterate over the source and close it at the end if possible."""
-    try:
-        yield source
-    finally:
-        close = getattr(source, "aclose", None)
-        if close is not None:
-            await close()
-
-
 async def ended(task: asyncio.Future[Any]) -> None:
     """Cancel a task and wait until it is over."""
     task.cancel()
@@ -72,7 +60,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: AsyncIterator[str], keep_alive: float, closing: asyncio.Event) -> None:
+    def __init__(self, source: AsyncGenerator[str], keep_alive: float, closing: asyncio.Event) -> None:
         self.status_code, self.background = 200, None
         # nginx would wait until a buffer is full.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -110,17 +98,15 @@ class EventStream(Response):
             for task in (left, stops, following):
                 if task is not None:
                     await ended(task)
-            async with iterate_and_close(self._source):
-                pass
+            await self._source.aclose()
 
 
 def _failure(error: Exception) -> str:
     """The last event if the source fails in the middle, because the status has been sent already."""
     logger.error("a stream has failed", exc_info=error)
-    known = isinstance(error, DitmeshError)
-    message = str(error) if known else "the server has failed; its log says more"
-    return sse({"error": {"message": message, "type": "server_error", "code": "internal", "param": None}}, "error")
+    message = str(error) if isinstance(error, DitmeshError) else "the server has failed; its log says more"
+    return sse({"error": Refused(500, message).detail}, "error")
 
 
-async def _next(source: AsyncIterator[str]) -> str:
+async def _next(source: AsyncGenerator[str]) -> str:
     return await anext(source)

@@ -26,11 +26,7 @@ def data_url(data: bytes) -> str:
 
 
 def from_data_url(text: str, param: str) -> bytes:
-    """The bytes in a data URL.
-
-    Raises:
-        Refused: it is another kind of URL, or not base64.
-    """
+    """The bytes in a data URL. Raises `Refused`: it is another kind of URL, or not base64."""
     match = DATA_URL.fullmatch(text)
     if match is None:
         raise Refused(
@@ -64,15 +60,16 @@ class Uploads:
         Raises:
             Refused: it is none of these, or too large.
         """
-        async with self._turn:
-            return await asyncio.to_thread(self._png, data, param, mask)
 
-    def _png(self, data: bytes, param: str, mask: bool) -> tuple[bytes, tuple[int, int]]:
-        try:
+        def converted() -> tuple[bytes, tuple[int, int]]:
             read = read_mask if mask else read_image
             image = read(BytesIO(data), param, most_pixels=self._most_pixels, formats=UPLOAD_FORMATS)
+            out = BytesIO()
+            image.save(out, format="PNG", compress_level=1)
+            return out.getvalue(), image.size
+
+        try:
+            async with self._turn:
+                return await asyncio.to_thread(converted)
         except InputError as error:
             raise Refused(400, str(error), "invalid_image", param) from None
-        out = BytesIO()
-        image.save(out, format="PNG", compress_level=1)
-        return out.getvalue(), image.size

@@ -6,13 +6,12 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
-from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ...generate.video import FPS
 from ..types import ENDED, Input, Job, JobError, JobRequest, ModelCard
-from .bodies import body_schema, read_body, validated
+from .bodies import body_schema, read_body, read_form
 from .errors import OF_JOBS, Refused
 from .intake import FILE, JobId, Server, file_response, logged_job_id, result_file
 from .uploads import data_url
@@ -64,19 +63,16 @@ class Video(BaseModel):
     error: dict[str, str] | None = None
 
 
-def _video_form() -> dict[str, Any]:
-    """The form of OpenAI's clients."""
-    schema = VideoRequest.model_json_schema()
-    schema.pop("$defs", None)
-    fields = {name: one for name, one in schema["properties"].items() if name not in ("inputs", "loras")}
-    return {**schema, "properties": fields | {"input_reference": FILE}}
-
-
-@router.post("", status_code=202, openapi_extra=body_schema(VideoRequest, _video_form()))
+@router.post("", status_code=202, openapi_extra=body_schema(VideoRequest, input_reference=FILE))
 async def post_video(request: Request) -> Video:
     """Submit a job of a video model, and return immediately."""
     server: Server = request.app.state.server
-    body = await _body(request)
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data":
+        body, files = await read_form(request, VideoRequest, "input_reference")
+        inputs = tuple(Input(role="image", data=data_url(data)) for data in files.values())
+        body = body.model_copy(update={"inputs": inputs})
+    else:
+        body = await read_body(request, VideoRequest)
     card = server.model(body.model)
     if body.seconds is not None:
         if body.frames is not None:
@@ -85,23 +81,6 @@ async def post_video(request: Request) -> Video:
         frames = 1 + max(1, round(body.seconds * fps / multiple)) * multiple
         body = body.model_copy(update={"frames": frames, "fps": fps})
     return _video(await server.accept(body, request, True), card)
-
-
-async def _body(request: Request) -> VideoRequest:
-    """The request's fields, from JSON or a form."""
-    server: Server = request.app.state.server
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
-        fields: dict[str, Any] = {}
-        async with request.form(max_files=1, max_fields=64, max_part_size=server.settings.max_body) as form:
-            for name, value in form.multi_items():
-                if name in fields or (name == "input_reference") != isinstance(value, UploadFile):
-                    raise Refused(400, f"{name}: it is there twice, or no field of that kind", param=name)
-                fields[name] = await value.read() if isinstance(value, UploadFile) else value
-        if (data := fields.pop("input_reference", None)) is not None:
-            fields["inputs"] = [Input(role="image", data=data_url(data))]
-        return validated(VideoRequest, fields)
-    return await read_body(request, VideoRequest)
 
 
 @router.get("/{id}")

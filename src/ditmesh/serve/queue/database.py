@@ -81,9 +81,17 @@ class QueueDatabase:
             try:
                 # Prompts and images are private to their owners.
                 self.folder.mkdir(0o700, parents=True, exist_ok=True)
-                stack.enter_context(_locked(self.folder))
+                lock = lock_of(self.folder / LOCK)
             except OSError as error:
                 raise storage_error(f"cannot write to folder {str(folder)!r}", error) from None
+            if lock is None:
+                process = (self.folder / LOCK).read_text(encoding="utf-8")[:20].strip() or "unknown"
+                raise ConfigError(
+                    f"folder {str(folder)!r} is used by another server (process {process}); end that, or give another "
+                    "folder"
+                )
+            # Held until this process ends in any way.
+            stack.enter_context(lock)
             try:
                 self.connection = sqlite3.connect(
                     self.path, LOCKED_SECONDS, isolation_level=None, check_same_thread=False
@@ -136,16 +144,3 @@ class QueueDatabase:
         if not tables:
             stamp = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
             db.executescript(f"BEGIN; {TABLES} {stamp} COMMIT;")
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder for this process, until it ends in any way."""
-    file = lock_of(folder / LOCK)
-    if file is None:
-        who = (folder / LOCK).read_text(encoding="utf-8")[:20].strip() or "unknown"
-        raise ConfigError(
-            f"folder {str(folder)!r} is used by another server (process {who}); end that, or give another folder"
-        )
-    with file:
-        yield

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -119,7 +119,7 @@ class Dispatcher:
         for slot in self.slots:
             slot.replica.stop()
         await asyncio.gather(*(asyncio.to_thread(slot.replica.join) for slot in self.slots))
-        self._jobs.stop_waiting()
+        self._jobs.stops = True
         # After all their reports.
         self._loop.call_soon(self._inbox.put_nowait, None)
         await self._listener
@@ -146,8 +146,8 @@ class Dispatcher:
                     open_slots = [] if self._draining else list(self.slots)
                     # One task at a time, to the replica with the fewest.
                     while open_slots:
-                        slot = min(open_slots, key=lambda one: len(one.running))
-                        if not await self._assign_next(slot):
+                        slot = min(open_slots, key=lambda open_slot: len(open_slot.running))
+                        if not await self._assign(slot):
                             open_slots.remove(slot)
             except StorageError as error:
                 # `JobStore.maintain` wakes this up again.
@@ -155,28 +155,26 @@ class Dispatcher:
             except Exception:
                 logger.exception("giving tasks to replicas failed")
 
-    async def _assign_next(self, slot: ReplicaSlot) -> bool:
-        """Assign a replica its next task if there is one; whether it got one."""
+    async def _assign(self, slot: ReplicaSlot) -> bool:
+        """Begin the next image on a replica, if there is one for it; whether there was."""
         if not slot.up or len(slot.running) >= self._most_running:
             return False
-        exclusive = slot.exclusive_job
-        head = await self._jobs.on_disk(self._jobs.queue.head, exclusive)
+        jobs, exclusive = self._jobs, slot.exclusive_job
+        head = await jobs.on_disk(jobs.queue.head, exclusive)
         # A job under which ranks have failed begins where nothing else runs: nothing is begun before it, so that some
         # replica soon runs nothing.
         if head is None or (head.again and slot.running and exclusive is None):
             return False
-        picture = await self._jobs.on_disk(self._jobs.queue.begin, head.id)
+        picture = await jobs.on_disk(jobs.queue.begin, head.id)
         if picture is None:
             return False
-        self._start(slot, self._jobs.live_jobs[head.id], picture)
-        return True
-
-    def _start(self, slot: ReplicaSlot, live: JobState, picture: int) -> None:
-        self._jobs.begin(live, picture, slot.replica)
+        live = jobs.live_jobs[head.id]
+        jobs.begin(live, picture, slot.replica)
         task, request = live.task(picture), live.job.request
         slot.running[task] = (live, picture)
-        files = {one.digest: str(self._jobs.results.path(live.id, f"{one.digest}.png")[0]) for one in request.inputs}
+        files = {given.digest: str(jobs.results.path(live.id, f"{given.digest}.png")[0]) for given in request.inputs}
         slot.replica.send(Start(task, request, picture, files))
+        return True
 
     # ---- from replicas
 
@@ -191,18 +189,14 @@ class Dispatcher:
             slot, report = item
             try:
                 async with self._jobs.change:
-                    if isinstance(report, (RanksUp, RanksDown, ModelReady, ModelFailed, Beat)):
-                        await self._apply_rank_report(slot, report)
-                    elif report.id in slot.running:
-                        await self._apply_task_report(slot, *slot.running[report.id], report)
+                    await self._apply(slot, report)
             except Exception:
                 logger.exception("a message of %s could not be handled", slot.replica.name)
             if not isinstance(report, (Beat, TaskStepped, Preview)):
                 self._jobs.wake.set()
 
-    async def _apply_rank_report(
-        self, slot: ReplicaSlot, report: RanksUp | RanksDown | ModelReady | ModelFailed | Beat
-    ) -> None:
+    async def _apply(self, slot: ReplicaSlot, report: ReplicaReport) -> None:
+        """Do what a report of ranks asks for."""
         state = slot.state
         if isinstance(report, RanksUp):
             slot.began = time.monotonic()
@@ -215,10 +209,29 @@ class Dispatcher:
             logger.error("%s", reason)
             if not self._served:
                 self._give_up(reason)
-        else:
+        elif isinstance(report, Beat):
             state.ranks, state.bytes = list(report.ranks), dict(report.bytes)
-            state.batch, state.calls, state.rows = report.batch, report.calls, report.rows
-            state.synchronous_steps, state.drift = report.synchronous_steps, report.drift
+            for name in ("batch", "calls", "rows", "synchronous_steps", "drift"):
+                setattr(state, name, getattr(report, name))
+        elif report.id in slot.running:
+            live, picture = slot.running[report.id]
+            if isinstance(report, (Finished, TaskFailed, Cancelled)):
+                del slot.running[report.id]
+                del live.tasks[picture]
+            if not live.ended:
+                await self._apply_to_job(live, picture, report)
+
+    async def _apply_to_job(self, live: JobState, picture: int, report: TaskReport) -> None:
+        if isinstance(report, TaskStepped):
+            live.steps = report.steps
+            self._jobs.stepped(live, picture, report.step, report.batch)
+        elif isinstance(report, Preview):
+            shown = {"image": picture, "step": report.step, "width": report.width, "height": report.height}
+            self._jobs.publish(live, "preview", {**shown, "b64_json": base64.b64encode(report.jpeg).decode()})
+        elif isinstance(report, Finished):
+            await self._finished(live, picture, report)
+        elif isinstance(report, TaskFailed):
+            await self._fail(live, JobError(code=report.code, message=report.message))
 
     def _model_ready(self, slot: ReplicaSlot, report: ModelReady) -> None:
         state = slot.state
@@ -231,23 +244,6 @@ class Dispatcher:
         logger.info("model ready", extra={"facts": facts | {"seconds": round(time.monotonic() - slot.began, 1)}})
         if len(state.models) == len(self._models):
             slot.up, slot.failures, self._served, state.state = True, 0, True, "ready"
-
-    async def _apply_task_report(self, slot: ReplicaSlot, live: JobState, picture: int, report: TaskReport) -> None:
-        if isinstance(report, (Finished, TaskFailed, Cancelled)):
-            del slot.running[report.id]
-            del live.tasks[picture]
-        if live.ended:
-            return
-        if isinstance(report, TaskStepped):
-            live.steps = report.steps
-            self._jobs.stepped(live, picture, report.step, report.batch)
-        elif isinstance(report, Preview):
-            shown = {"image": picture, "step": report.step, "width": report.width, "height": report.height}
-            self._jobs.publish(live, "preview", {**shown, "b64_json": base64.b64encode(report.jpeg).decode()})
-        elif isinstance(report, Finished):
-            await self._finished(live, picture, report)
-        elif isinstance(report, TaskFailed):
-            await self._fail(live, JobError(code=report.code, message=report.message))
 
     async def _finished(self, live: JobState, picture: int, report: Finished) -> None:
         """Handle a finished image: write its file, then record it."""
@@ -279,22 +275,15 @@ class Dispatcher:
     async def _fail(self, live: JobState, error: JobError) -> None:
         self._jobs.end(live, await self._jobs.write(live, partial(self._jobs.queue.fail, live.id, error)))
 
-    async def _restart(self, live: JobState, pictures: Collection[int], why: str, counts: bool = True) -> None:
-        """Put images back into the queue; ``counts``: as another attempt of their job."""
-        job = await self._jobs.write(live, partial(self._jobs.queue.interrupt, live.id, pictures, counts))
-        if job is not None:
-            live.job = job
-            for picture in pictures:
-                live.progress.pop(picture, None)
-            self._jobs.publish(live, "restarted", {"attempt": job.attempt, "reason": why})
-
     # ---- ranks that come and go
 
     async def _down(self, slot: ReplicaSlot, report: RanksDown) -> None:
         """Handle the end of ranks: their tasks begin again, or fail if the ranks ended while running only them."""
         tasks = list(slot.running.values())
         # All clients are told, and the log.
-        report = replace(report, why=_unquoted(report.why, [live for live, _ in tasks]))
+        requests = [live.job.request for live, _ in tasks]
+        prompts = [text for request in requests for text in (request.prompt, request.negative_prompt)]
+        report = replace(report, why=without_quotes(report.why, prompts))
         slot.up, slot.running, slot.final = False, {}, report.final
         state = slot.state
         slot.failures += bool(report.why)
@@ -314,13 +303,15 @@ class Dispatcher:
                 why = f"{report.why}; it was the second time for this job"
                 await self._fail(live, JobError(code=report.code, message=why))
             else:
-                await self._restart(live, pictures, report.why or STOPPING, counts=bool(report.why))
+                # The images wait again: as another attempt of their job, unless the ranks were told to stop.
+                again = partial(self._jobs.queue.interrupt, live.id, pictures, bool(report.why))
+                job = await self._jobs.write(live, again)
+                if job is not None:
+                    live.job = job
+                    for picture in pictures:
+                        live.progress.pop(picture, None)
+                    reason = report.why or STOPPING
+                    self._jobs.publish(live, "restarted", {"attempt": job.attempt, "reason": reason})
         if report.why and all(slot.gave_up for slot in self.slots):
             often = "" if slot.final else f" {slot.failures} times in a row"
             self._give_up(f"the ranks of {state.name} have failed{often}: {report.why}")
-
-
-def _unquoted(why: str, lives: Sequence[JobState]) -> str:
-    """A reason without what it quotes of the prompts of some jobs."""
-    requests = [live.job.request for live in lives]
-    return without_quotes(why, [text for request in requests for text in (request.prompt, request.negative_prompt)])

@@ -50,14 +50,17 @@ class EventLog:
             self.events = [entry for entry in self.events if entry.id not in gone]
         if name in ENDED:
             self.events = [entry for entry in self.events if entry.event != "preview"]
-            self.close()
-        self._wake()
+        self._wake(ended=name in ENDED)
         return event
 
     def close(self) -> None:
         """End all readers."""
-        self.ended = True
-        self._wake()
+        self._wake(ended=True)
+
+    def _wake(self, ended: bool) -> None:
+        self.ended = self.ended or ended
+        more, self._more = self._more, asyncio.Event()
+        more.set()
 
     async def follow(self, after: int) -> AsyncIterator[Event]:
         """Iterate over the events after number ``after``, including future ones, until the last."""
@@ -75,7 +78,3 @@ class EventLog:
                     await more.wait()
         finally:
             self.readers -= 1
-
-    def _wake(self) -> None:
-        more, self._more = self._more, asyncio.Event()
-        more.set()

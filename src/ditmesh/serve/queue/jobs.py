@@ -7,13 +7,13 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, cast
 
 from ...errors import InputError
 from ..errors import RESTART_SECONDS, ResultFile, Stopping, StorageError, UnknownJob
@@ -99,6 +99,7 @@ class JobStore:
         wake: set when there may be something to do for replicas.
         live_jobs: jobs in memory, by id.
         write_error: why the folder cannot be written now; None: it can.
+        stops: no change is tried again that cannot be written.
         on_event: called with every event of a job; None: events are not reported.
     """
 
@@ -112,12 +113,12 @@ class JobStore:
         self.write_error: StorageError | None = None
         self.on_event: Callable[[Job, Event], None] | None = None
         self._background: set[asyncio.Future[Any]] = set()
-        self._closed = self._stops = False
+        self._closed = self.stops = False
 
     async def open(self) -> None:
         """Open the folder, and resume the jobs of an earlier run. Raises `ConfigError`, `StorageError`."""
         self._disk = ThreadPoolExecutor(1, "ditmesh-disk")
-        self._closed = self._stops = False
+        self._closed = self.stops = False
         try:
             self.queue = await self.on_disk(Queue, self._folder, self._settings)
             try:
@@ -134,20 +135,14 @@ class JobStore:
         self.wake.set()
         for job, owner in live:
             self._add_live(job, owner)
-        await self._fail_without_model()
-        await self._update_places()
-
-    async def _fail_without_model(self) -> None:
-        """Fail jobs of an earlier run for models that this server does not have; they would wait forever."""
+        # They would wait for ever.
         there = ", ".join(self._served)
-        gone = [live for live in self.live_jobs.values() if live.model not in self._served]
-        for live in gone:
-            message = f"this server has no model {live.model!r} any more; submit the job again for one of: {there}"
+        for live_job in [live_job for live_job in self.live_jobs.values() if live_job.model not in self._served]:
+            message = f"this server has no model {live_job.model!r} any more; submit the job again for one of: {there}"
+            logger.error("%s: %s", live_job.id, message)
             error = JobError(code="invalid_request", message=message)
-            self.end(live, await self.on_disk(self.queue.fail, live.id, error))
-        if gone:
-            models = ", ".join(sorted({repr(live.model) for live in gone}))
-            logger.error("%d jobs of models that this server does not have (%s) have failed", len(gone), models)
+            self.end(live_job, await self.on_disk(self.queue.fail, live_job.id, error))
+        await self._update_places()
 
     async def close(self) -> None:
         """End all event streams, and close the folder."""
@@ -184,34 +179,32 @@ class JobStore:
         Raises:
             InputError, QueueFull, StorageError: as `Queue.submit`.
         """
+
+        def submit() -> Job:
+            self.results.check_space()
+            try:
+                for digest in {given.digest for given in request.inputs}:
+                    # For images of other owners a digest is not enough.
+                    earlier = None if digest in files else self.queue.job_with_input(digest, owner)
+                    path = None if earlier is None else self.results.path(earlier, f"{digest}.png")[0]
+                    if digest not in files and (path is None or not path.exists()):
+                        raise InputError(f"input {digest[:16]}… is not on the server any more; send the image again")
+                    self.results.write(id, f"{digest}.png", path.read_bytes() if path else files[digest])
+                return self.queue.submit(id, request, owner, work)
+            except BaseException:
+                self.results.remove(id)
+                raise
+
         if self.write_error is not None:
             raise self.write_error
         async with self.change:
-            job = await self.on_disk(self._submit, id, request, owner, work, files)
+            job = await self.on_disk(submit)
             live = self._add_live(job, owner)
             await self._update_places()
             live.position = self._places.get(id, 0)
             self.publish(live, "queued", {"position": live.position})
         self.wake.set()
         return self.view(live)
-
-    def _submit(self, id: str, request: JobRequest, owner: str, work: float, files: Mapping[str, bytes]) -> Job:
-        self.results.check_space()
-        try:
-            for digest in {given.digest for given in request.inputs}:
-                self.results.write(id, f"{digest}.png", files.get(digest) or self._earlier_input(digest, owner))
-            return self.queue.submit(id, request, owner, work)
-        except BaseException:
-            self.results.remove(id)
-            raise
-
-    def _earlier_input(self, digest: str, owner: str) -> bytes:
-        """An input image of another job. For images of other owners a digest is not enough."""
-        job = self.queue.job_with_input(digest, owner)
-        with contextlib.suppress(FileNotFoundError):
-            if job is not None:
-                return self.results.path(job, f"{digest}.png")[0].read_bytes()
-        raise InputError(f"input {digest[:16]}… is not on the server any more; send the image again")
 
     def _add_live(self, job: Job, owner: str) -> JobState:
         live = JobState(job, owner, EventLog(self.first_event), job.request.steps)
@@ -233,19 +226,20 @@ class JobStore:
         Raises:
             UnknownJob, StorageError.
         """
-        job = await self.job(id, owner)
-        return job if job.status in ENDED else await self._to_the_end(self._cancel(id))
 
-    async def _cancel(self, id: str) -> Job:
-        if self.write_error is not None:
-            raise self.write_error
-        async with self.change:
-            live = self.live_jobs.get(id)
-            if live is None:
-                raise UnknownJob(f"there is no job {id!r}, or it has expired")
-            self.end(live, await self.on_disk(self.queue.cancel, id, live.parts))
-        self.wake.set()
-        return self.view(live)
+        async def ending() -> Job:
+            if self.write_error is not None:
+                raise self.write_error
+            async with self.change:
+                live = self.live_jobs.get(id)
+                if live is None:
+                    raise UnknownJob(f"there is no job {id!r}, or it has expired")
+                self.end(live, await self.on_disk(self.queue.cancel, id, live.parts))
+            self.wake.set()
+            return self.view(live)
+
+        job = await self.job(id, owner)
+        return job if job.status in ENDED else await self._to_the_end(ending())
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         """Await work that continues to its end even if its caller is cancelled."""
@@ -262,7 +256,7 @@ class JobStore:
         if job is None:
             return
         live.job = job
-        self.publish(live, _last(job.status), self.view(live).model_dump(mode="json"))
+        self.publish(live, cast("EventName", job.status), self.view(live).model_dump(mode="json"))
         for picture, replica in live.tasks.items():
             replica.send(Cancel(live.task(picture)))
         self.live_jobs.move_to_end(job.id)
@@ -305,9 +299,10 @@ class JobStore:
 
     async def jobs(self, owner: str, limit: int = 50, status: Status | None = None) -> list[Job]:
         """The newest first."""
-        return [self._seen(job) for job in await self.on_disk(self.queue.jobs, owner, limit, status)]
+        jobs = await self.on_disk(self.queue.jobs, owner, limit, status)
+        return [self.view(live) if (live := self.live_jobs.get(job.id)) else job for job in jobs]
 
-    async def events(self, id: str, owner: str, after: int = 0) -> AsyncIterator[Event]:
+    async def events(self, id: str, owner: str, after: int = 0) -> AsyncGenerator[Event]:
         """Iterate over the events after number ``after``, including future ones, up to the last. Raises `UnknownJob`.
 
         Of a job of an earlier run only what its state says is repeated; previews are never repeated.
@@ -321,7 +316,7 @@ class JobStore:
         job, first = await self.job(id, owner), self.first_event
         told = _past(job) if after < first else []
         if job.status in ENDED:
-            told.append((_last(job.status), job.model_dump(mode="json")))
+            told.append((cast("EventName", job.status), job.model_dump(mode="json")))
         for number, (name, data) in enumerate(told, max(after, first - 1) + 1):
             yield Event(id=number, event=name, data=data)
 
@@ -353,10 +348,6 @@ class JobStore:
             update["eta"] = self._eta(live)
         return job.model_copy(update=update)
 
-    def _seen(self, job: Job) -> Job:
-        live = self.live_jobs.get(job.id)
-        return job if live is None else self.view(live)
-
     def _eta(self, live: JobState) -> float | None:
         """Seconds until a running job is done if its images go on as many at a time as now."""
         pace, running = self._pace.get(live.model), len(live.tasks)
@@ -385,7 +376,7 @@ class JobStore:
                 if error.broken:
                     failure = JobError(code="storage", message=str(error))
                     self.end(live, live.job.model_copy(update={"status": "failed", "error": failure}))
-                if error.broken or self._stops:
+                if error.broken or self.stops:
                     self.write_error = None
                     return None
                 if self.write_error is None:
@@ -393,15 +384,11 @@ class JobStore:
                 self.write_error = error
                 # Old results may make room.
                 with contextlib.suppress(StorageError):
-                    await self._remove_old()
+                    await self.sweep()
                 await asyncio.sleep(RETRY)
             else:
                 self.write_error = None
                 return job
-
-    def stop_waiting(self) -> None:
-        """Try no change again that cannot be written."""
-        self._stops = True
 
     async def maintain(self) -> None:
         """Report queue positions and remove expired jobs at intervals, until cancelled."""
@@ -416,9 +403,9 @@ class JobStore:
                         if live is not None and live.position != place and live.log.readers:
                             live.position = place
                             self.publish(live, "queued", {"position": place})
-                if time.monotonic() - swept > SWEEP:
-                    swept = time.monotonic()
-                    await self.sweep()
+                    if time.monotonic() - swept > SWEEP:
+                        swept = time.monotonic()
+                        await self.sweep()
             except StorageError as error:
                 logger.error("%s", error)
             except Exception:
@@ -426,11 +413,7 @@ class JobStore:
             self.wake.set()
 
     async def sweep(self) -> None:
-        """Remove expired jobs, and the oldest jobs beyond the limits."""
-        async with self.change:
-            await self._remove_old()
-
-    async def _remove_old(self) -> None:
+        """Remove expired jobs, and the oldest jobs beyond the limits; under ``change``."""
         for id in await self.on_disk(self._sweep):
             self.live_jobs.pop(id, None)
 
@@ -453,8 +436,3 @@ def _past(job: Job) -> list[tuple[EventName, dict[str, Any]]]:
         if image.url is not None:
             told.append(("image", image.model_dump(mode="json")))
     return told
-
-
-def _last(status: Status) -> Literal["succeeded", "failed", "cancelled"]:
-    assert status in ("succeeded", "failed", "cancelled")
-    return status

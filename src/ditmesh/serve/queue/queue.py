@@ -56,21 +56,11 @@ class Queue:
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        settings: ServiceSettings | None = None,
-        now: Callable[[], float] = time.time,
+        self, folder: str | Path, settings: ServiceSettings | None = None, now: Callable[[], float] = time.time
     ) -> None:
-        """Open the folder, and put the running images back into the queue.
+        """Open the folder, which is made if need be, and put the running images back into the queue.
 
-        Args:
-            folder: made if it is not there.
-            settings: how many images may wait, and for how long a job is remembered after its end.
-            now: seconds since 1970.
-
-        Raises:
-            ConfigError: another server uses the folder, or the queue in it is of another version.
-            StorageError: it cannot be written.
+        Raises `ConfigError`, `StorageError`: as `QueueDatabase`.
         """
         settings = settings or ServiceSettings()
         self.keep, self.most, self.most_per_owner = settings.keep, settings.max_queue, settings.max_per_owner
@@ -115,40 +105,34 @@ class Queue:
             work: of one image, in any unit.
 
         Raises:
-            InputError: it asks for more images than may ever wait.
-            QueueFull: too many images wait.
+            InputError, QueueFull: too many images wait, or would even in an empty queue.
             StorageError: it cannot be written down.
         """
         most = min(self.most, self.most_per_owner) if owner else self.most
         if request.n > most:
             raise InputError(f"n {request.n} is more than the {most} images that may wait; use n {most} at most")
-        with self._change() as db:
-            self._check_bounds(db, request.n, owner)
-            now = self._now()
-            due = None if request.deadline_ms is None else now + request.deadline_ms / 1000
-            db.execute(
-                "INSERT INTO jobs (id, owner, status, model, priority, request, n, work, waiting, created, due) "
-                "VALUES (?, ?, 'queued', ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    *(id, owner, request.model, request.priority, request.model_dump_json()),
-                    *(request.n, work, request.n, now, due),
-                ),
-            )
-            return read_job(db, id)
-
-    def _check_bounds(self, db: sqlite3.Connection, n: int, owner: str) -> None:
         live = (
             "SELECT coalesce(sum(n), 0) - (SELECT count(*) FROM pictures p JOIN jobs q ON q.number = p.job WHERE "
             "p.file IS NOT NULL AND q.status IN ('queued', 'running') {also}) "
             "FROM jobs q WHERE q.status IN ('queued', 'running') {also}"
         )
-        everyone = db.execute(live.format(also="")).fetchone()[0]
-        mine = db.execute(live.format(also="AND q.owner = ?"), (owner, owner)).fetchone()[0] if owner else 0
-        if everyone + n > self.most:
-            raise QueueFull(f"{everyone} images wait already, and {self.most} may; ask again later", RETRY_SECONDS)
-        if owner and mine + n > self.most_per_owner:
-            message = f"{mine} images of yours wait already, and {self.most_per_owner} may; ask again later"
-            raise QueueFull(message, RETRY_SECONDS)
+        n = request.n
+        with self._change() as db:
+            everyone = db.execute(live.format(also="")).fetchone()[0]
+            mine = db.execute(live.format(also="AND q.owner = ?"), (owner, owner)).fetchone()[0] if owner else 0
+            if everyone + n > self.most:
+                raise QueueFull(f"{everyone} images wait already, and {self.most} may; ask again later", RETRY_SECONDS)
+            if owner and mine + n > self.most_per_owner:
+                message = f"{mine} images of yours wait already, and {self.most_per_owner} may; ask again later"
+                raise QueueFull(message, RETRY_SECONDS)
+            now = self._now()
+            due = None if request.deadline_ms is None else now + request.deadline_ms / 1000
+            db.execute(
+                "INSERT INTO jobs (id, owner, status, model, priority, request, n, work, waiting, created, due) "
+                "VALUES (?, ?, 'queued', ?, ?, ?, ?, ?, ?, ?, ?)",
+                (id, owner, request.model, request.priority, request.model_dump_json(), n, work, n, now, due),
+            )
+            return read_job(db, id)
 
     def head(self, job: str | None = None) -> NextJob | None:
         """The job with the image that begins next; ``job``: only this one."""
@@ -254,11 +238,7 @@ class Queue:
     # ---- reading
 
     def job(self, id: str, owner: str | None = None) -> Job:
-        """A job; ``owner``: only if it belongs to this owner.
-
-        Raises:
-            UnknownJob: there is none.
-        """
+        """A job; ``owner``: only if it belongs to this owner. Raises `UnknownJob`: there is none."""
         with self._database.lock:
             db = self._database.connection
             row = job_row(db, id)

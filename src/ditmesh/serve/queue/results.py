@@ -29,20 +29,8 @@ class ResultFiles:
         bytes: of all files.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        settings: ServiceSettings | None = None,
-    ) -> None:
-        """Scan the folder, and remove unfinished files.
-
-        Args:
-            folder: of the server, which no other program uses.
-            settings: bytes of all files and of the disk's reserve.
-
-        Raises:
-            StorageError: the folders cannot be made.
-        """
+    def __init__(self, folder: str | Path, settings: ServiceSettings | None = None) -> None:
+        """Scan the server's folder, and remove unfinished files. Raises `StorageError`: it cannot be made."""
         settings = settings or ServiceSettings()
         self._results = Path(folder) / RESULTS
         self._most, self._reserve = int(settings.max_disk), settings.reserve
@@ -64,11 +52,7 @@ class ResultFiles:
         return max(0, self.bytes - self._most)
 
     def check_space(self) -> None:
-        """Reject a file that would not fit on the disk.
-
-        Raises:
-            NoSpace: the disk is nearly full.
-        """
+        """Reject a file that would not fit on the disk. Raises `NoSpace`."""
         free = shutil.disk_usage(self._results).free
         if free < self._reserve:
             raise NoSpace(f"the server's disk has {free >> 20} MiB left; ask again when room has been made")
@@ -95,16 +79,13 @@ class ResultFiles:
         """Remove a result, or all results of a job; a missing file is not an error."""
         folder = self._results / job
         for path in [folder / file] if file is not None else [*folder.glob("*")]:
-            self._unlink(path)
+            with contextlib.suppress(OSError):
+                size = path.stat().st_size
+                path.unlink()
+                self._count(-size)
         # Unless there are others.
         with contextlib.suppress(OSError):
             folder.rmdir()
-
-    def _unlink(self, path: Path) -> None:
-        with contextlib.suppress(OSError):
-            size = path.stat().st_size
-            path.unlink()
-            self._count(-size)
 
     def sweep(self, jobs: Collection[str]) -> None:
         """Remove the files of removed jobs."""

@@ -89,8 +89,6 @@ class Replica:
         Args:
             make: starts ranks of a launcher that takes replies (`launch.backend.Conversing`).
             say: called in the replica's thread with what rank 0 reports, and `RanksUp` and `RanksDown` around it.
-            specs: the models that the ranks load.
-            limits: when ranks are given up.
             function: called by every rank in the place of `worker.serve_rank`.
         """
         self.name, self.limits, self._specs = name, limits, specs
@@ -102,10 +100,9 @@ class Replica:
         # Times of the monotonic clock: of the last message, of the last that says that work has been done, of the last
         # look at them.
         self._heard = self._worked = self._looked = self._slowest = 0.0
-        self._calls = 0
+        self._calls, self._stalled = 0, ""
         # How many models are loaded.
         self._loaded = 0
-        self._stalled = ""
 
     def start(self) -> None:
         """Start the thread."""
@@ -144,8 +141,7 @@ class Replica:
 
     def _serve_once(self) -> RanksDown:
         """Start ranks, let them serve until they end, and return how they ended."""
-        self._stalled, self._calls, self._slowest = "", -1, 0.0
-        self._loaded = 0
+        self._stalled, self._calls, self._slowest, self._loaded = "", -1, 0.0, 0
         try:
             with self._make() as pool:
                 if not hasattr(pool, "reply"):
