@@ -117,7 +117,7 @@ def test_balanced_stages():
         ({"pipe": 2, "stages": (1, 2, 3)}, r"stages=\[1, 2, 3\] are not the blocks of pipe=2"),
         ({"pipe": 2, "stages": (4, 0)}, "one number from 1 up"),
         ({"stages": (4,), "speeds": (1,)}, "leave speeds"),
-        ({"pipe": 2, "stages": "measured"}, "none of estimated"),
+        ({"pipe": 2, "stages": "measured"}, "input should be 'estimated'"),
         ({"pipe": 2, "speeds": "auto"}, "give numbers"),
         ({"pipe": 2, "speeds": (1, 2, 3)}, "the 2 stages; give one speed for each"),
         ({"pipe": 2, "ulysses": 2, "speeds": (1, 1, 2, 2)}, "sequence ranks of a stage share evenly"),

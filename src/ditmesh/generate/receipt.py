@@ -12,13 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from ..core.files import free_names, written_whole
 from ..errors import InputError, reason_of
 from ..media.images import MOST_PIXELS
 from ..media.videos import MOST_VIDEO_PIXELS
-from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count, added_fields
+from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count
 from .files import InputFile
 from .outputs import PipelineOutput, VideoFrames
 from .video import FPS, is_video, metadata_of, write_mp4
@@ -38,13 +38,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Offload = Literal["none", "model", "group", "sequential"]
 
 
-if TYPE_CHECKING:
-    AddedFields = BaseModel
-else:
-    AddedFields = create_model("AddedFields", **added_fields())
-
-
-class Receipt(AddedFields):
+class Receipt(BaseModel):
     """The record of how one image or video was generated.
 
     Attributes:

@@ -13,7 +13,7 @@ from .. import zoo
 from ..config import ParallelConfig, setting
 from ..errors import ConfigError, InputError
 from ..quality import metrics
-from ..request import PictureRequest, added_fields, request_fields
+from ..request import PictureRequest
 from .files import find_input_file
 from .job import PictureJob, job_for
 from .model_info import ModelInfo, cached, find_model, is_hub_id, parameters_of
@@ -124,7 +124,7 @@ def job_of(
     parameters = parameters_of(model.pipeline_class)
     unguided = bool(parameters) and "guidance_scale" not in parameters
     alone = drawn_alone(receipt, config)
-    asked = {name: getattr(receipt, name) for name, field in request_fields().items() if field.spelt is not None}
+    asked = {name: getattr(receipt, name) for name in PictureRequest.model_fields if name != "n"}
     asked |= {"n": 1 if alone else receipt.together, "seed": receipt.seed if alone else receipt.seed - receipt.place}
     if unguided:
         # A pipeline that takes none has got none: receipts name 0 then.
@@ -212,7 +212,7 @@ def changes_of(was: Receipt, now: Receipt) -> list[Change]:
     for name in ("pipeline", "dtype", "scheduler"):
         compare(name, getattr(was, name), getattr(now, name), text=text_of)
     texts = ("prompt", "negative_prompt", "label", "seed", "steps", "guidance", "strength", "max_sequence_length")
-    for name in (*texts, *added_fields()):
+    for name in texts:
         compare(name.replace("_", " "), getattr(was, name), getattr(now, name), text=repr)
     # Their paths may be others.
     used, given = (

@@ -16,7 +16,7 @@ from ..errors import InputError, shortened
 from ..launch import MessageSink
 from ..launch.hardware import environment
 from ..launch.log_filter import hide_chatter
-from ..request import request_fields
+from ..request import PictureRequest
 from .arguments import CALLBACK, RATES, call_arguments, call_parameters, check_call, denoising_steps
 from .cut_prompts import CutPrompts
 from .files import load_adapters, load_controlnet, pictures_of, pipeline_for
@@ -261,7 +261,7 @@ class PipelineRunner:
     def receipt(self, prepared: Prepared, place: int, made: PipelineOutput, **facts: Any) -> Receipt:
         """The receipt of a call's image or video number ``place``; ``facts``: fields that count before `facts`."""
         job, call, arguments = prepared.job, prepared.call, prepared.arguments
-        asked = {name: getattr(job, name) for name, field in request_fields().items() if field.spelt is not None}
+        asked = {name: getattr(job, name) for name in PictureRequest.model_fields if name != "n"}
         first = made.frames[0]
         asked |= {
             "prompt": prepared.prompt,
