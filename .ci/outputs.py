@@ -41,16 +41,16 @@ TRAIN = ("train", "{run}", "--set", "output_dir={out}", "--threads", "1")
 # a training run on what that has made, {file} a text file. A case with "stopped" in its name gets Ctrl-C when it has
 # written its first file.
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "generate": ("generate", "a red fox", *SMALL, "--out", "{out}", "--json=full"),
+    "generate": ("generate", "a red fox", *SMALL, "--out", "{out}", "--json"),
     "generate short": ("generate", "a red fox", "a cactus", *SMALL, "--out", "{out}", "--json"),
-    "generate cfg": ("generate", "a red fox", *SMALL, *TWO, "--cfg", "2", "--out", "{out}", "--json=full"),
+    "generate cfg": ("generate", "a red fox", *SMALL, *TWO, "--cfg", "2", "--out", "{out}", "--json"),
     "generate displaced": (
         *("generate", "a red fox", *SMALL, *TWO, "--ring", "2", "--set", "exchange=displaced"),
-        *("--set", "warmup=fixed(1)", "--out", "{out}", "--json=full"),
+        *("--set", "warmup=fixed(1)", "--out", "{out}", "--json"),
     ),
     "generate img2img": (
         *("generate", "a red fox", *SMALL, "--image", "{made}/0000-a-red-fox-seed0.png", "--strength", "0.7"),
-        *("--out", "{out}", "--json=full"),
+        *("--out", "{out}", "--json"),
     ),
     "generate no model": ("generate", "a", "--model", "emoji-sd4", "--json", "--out", "{out}"),
     "generate no steps": ("generate", "a", "--steps", "0", "--json", "--out", "{out}"),
@@ -290,7 +290,7 @@ def command(source: Path, words: tuple[str, ...], out: Path, made: Path, stop: b
         for text in started.communicate(timeout=600)
     )
     # Text for people is in other words from version to version.
-    answer = parsed(shown) if "--json" in line or "--json=full" in line else None
+    answer = parsed(shown) if "--json" in line else None
     return {"exit": started.returncode, "json": answer, "error": said.strip() if started.returncode else ""}
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from . import host
 from .mesh import MeshPipeline, MeshSettings, close_all
@@ -25,9 +26,6 @@ from .request import (
     stamp,
 )
 from .vae import ParallelizeVAE
-
-if TYPE_CHECKING:
-    from ditmesh.extend import Widget
 
 PIPELINE, LORAS, TEXT, SAMPLING, RECEIPTS = (
     *("DITMESH_PIPELINE", "DITMESH_LORAS", "DITMESH_TEXT", "DITMESH_SAMPLING", "DITMESH_RECEIPTS"),
@@ -252,27 +250,21 @@ class SetSampling:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        from ditmesh.extend import request_fields
-
-        widgets = dict(_widget(one) for of in request_fields().values() if (one := of.widget) is not None)
+        widgets = {widget.name: widget.as_input() for widget in WIDGETS.values()}
         scheduler = _scheduler_names(), {"default": OWN, "tooltip": "A class of diffusers."}
         required = {name: widgets.pop(name) for name in PLACES}
         return {"required": {**required, "scheduler": scheduler}, "optional": widgets}
 
     def set(self, scheduler: str, **given: Any) -> tuple[Fields]:
         from ditmesh import InputError
-        from ditmesh.extend import request_fields
 
         width, height = given["width"], given["height"]
         if (width == 0) != (height == 0):
             raise InputError(f"width {width} and height {height}: give both, or 0 for both")
         fields: dict[str, Any] = {"scheduler": None if scheduler == OWN else scheduler}
-        for name, of in request_fields().items():
-            if (
-                of.widget is not None
-                and (value := given.get(of.widget.name)) is not None
-                and not of.widget.leaves(value)
-            ):
+        for name, widget in WIDGETS.items():
+            value = given.get(widget.name)
+            if value is not None and not (widget.least_leaves and (value == widget.least or value < 0)):
                 fields[name] = value
         return (fields,)
 
@@ -281,12 +273,50 @@ class SetSampling:
 PLACES = ("seed", "steps", "guidance", "width", "height", "images")
 
 
-def _widget(of: Widget) -> tuple[str, tuple[str, dict[str, Any]]]:
-    """A widget of ComfyUI for a field of a request."""
-    kind = "FLOAT" if isinstance(of.usual, float) else "INT"
-    step = {} if of.step is None else {"step": of.step}
-    options = {"default": of.usual, "min": of.least, "max": of.most, "tooltip": of.tooltip, **step, **of.more}
-    return of.name, (kind, options)
+@dataclass(frozen=True)
+class Widget:
+    """A widget for a field of a request; ``usual``: its default, a float where the field is one.
+
+    ``least`` to ``most`` by ``step`` are its values; the least stands for a field that is not given, where
+    ``least_leaves``.
+    """
+
+    name: str
+    usual: float
+    tooltip: str
+    least: float = 0
+    most: float = 0
+    step: float | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+    least_leaves: bool = True
+
+    def as_input(self) -> tuple[str, dict[str, Any]]:
+        """The widget as ComfyUI has it."""
+        kind = "FLOAT" if isinstance(self.usual, float) else "INT"
+        step = {} if self.step is None else {"step": self.step}
+        limits = {"default": self.usual, "min": self.least, "max": self.most, "tooltip": self.tooltip}
+        return kind, {**limits, **step, **self.more}
+
+
+_SIDE = "In pixels. 0: of the image, else the model's own."
+# By field of `PictureRequest`, which has the same bounds.
+WIDGETS = {
+    "n": Widget("images", 1, "Number of pictures.", 1, 1024, least_leaves=False),
+    "width": Widget("width", 0, _SIDE, most=16384, step=8),
+    "height": Widget("height", 0, _SIDE, most=16384, step=8),
+    "steps": Widget("steps", 0, "Denoising steps. 0: the model's own.", most=10_000),
+    "guidance": Widget("guidance", -1.0, "-1: the model's own.", -1.0, 100.0, 0.1),
+    "seed": Widget(
+        "seed",
+        0,
+        "The same seed gives the picture of `ditmesh generate --seed`.",
+        # JavaScript does not represent larger numbers exactly.
+        most=2**53 - 1,
+        more={"control_after_generate": True},
+        least_leaves=False,
+    ),
+    "frames": Widget("frames", 0, "Of a video. 0: the model's own number.", most=4096),
+}
 
 
 class Generate:

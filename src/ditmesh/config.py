@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .combinations import check_combinations
-from .errors import ConfigError, did_you_mean, nearest_problem, problem_text, reason_of
+from .errors import ConfigError, did_you_mean, problem_text, reason_of
 
 TextPolicy = Literal["auto", "shard", "replicate"]
 InputPolicy = Literal["broadcast", "per-data-rank", "trust"]
@@ -108,34 +108,23 @@ class ParallelConfig(BaseModel):
         ulysses: all-to-all between heads and sequence (Jacobs et al. 2023, arXiv:2309.14509). Does not have to divide
             the number of heads, but cannot exceed it.
         tensor: split by column and row. Shoeybi et al. 2019, arXiv:1909.08053.
-        shard: of ranks with equal weights, so many neighbours hold a part of every block each, and gather a block just
-            before it runs (after ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). Divides no work, changes no bit.
-        text: of a text stream that the blocks update. ``"replicate"`` keeps it whole on every rank, ``"auto"`` shards
-            it if each rank gets at least four tokens; text with fewer tokens than ranks is always replicated.
+        shard: after ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054. Divides no work, changes no bit.
+        text: ``"auto"`` shards a text stream that the blocks update if each rank gets at least four tokens.
         inputs: ``"broadcast"`` uses rank 0's inputs on all ranks, ``"per-data-rank"`` those of the first rank of every
             data group. Both refuse pipelines that differ (weights, adapters, scheduler, settings); ``"trust"`` checks
             nothing. See docs/inputs.md.
-        exchange: ``"exact"``: keys go round the ring while attention is computed. ``"gather"``: all are gathered
-            before, so that any kernel can compute it. ``"displaced"``: those of the previous step, sent while the step
-            runs (DistriFusion, Li et al. 2024, arXiv:2402.19481). ``"naive"``: none, a lossy baseline. The last two run
-            without Ulysses.
-        patches: the result depends on it, not on the number of stages: ``patches=4`` on one device gives the image of
-            ``pipe=4, patches=4``.
+        exchange: ``"exact"``: keys go round the ring while attention is computed; ``"gather"``: all are gathered
+            before. ``"displaced"``: those of the previous step (DistriFusion, Li et al. 2024, arXiv:2402.19481);
+            ``"naive"``: none, a lossy baseline. The last two run without Ulysses.
+        patches: ``patches=4`` on one device gives the image of ``pipe=4, patches=4``.
         warmup, compress, predict: see docs/staleness.md.
-        stages: ``"estimated"``: by the weights that image tokens pass through. The result stays the same.
-        speeds: of sequence ranks, whose tokens they share out; not with ``pipe``. ``"auto"`` measures them
-            while the first steps run. The result stays the same.
-        reproducible: the same bits as of one device with the same setting (with PipeFusion the same patches):
-            token-local work runs tile by tile, attention per head and tile in one order, rows of the batch one by one.
-        attention: ``"native"``: torch's `scaled_dot_product_attention`; ``"math"``: explicit, in float32; an attention
-            backend of diffusers; or one that `ditmesh.attention.kernels.register` has added on every rank. None: the
-            model's own. Ring attention supports those that return their log-sum-exp: see docs/attention.md.
-        precompute: modulation, embedders, and keys and values of the text; on a GPU their weights wait in host memory
-            until the request ends. The same bits.
-        vae: ``"bands"`` is exact, unlike tiled decoding; ``"auto"``: for large images. In reproducible mode always
-            whole. See docs/vae.md.
-        text_encoder: ``"tensor"``: ranks compute with slices; embeddings differ in their last bits. ``"freed"``:
-            on every rank until the transformer is called, and read again for the next call. See docs/memory.md.
+        speeds: not with ``pipe``; ``"auto"`` measures them while the first steps run. The result stays the same.
+        reproducible: the same bits as of one device with the same setting (with PipeFusion the same patches).
+        attention: None: the model's own. Ring attention supports kernels that return their log-sum-exp: see
+            docs/attention.md.
+        precompute: on a GPU the weights wait in host memory until the request ends. The same bits.
+        vae: see docs/vae.md. In reproducible mode always whole.
+        text_encoder: ``"tensor"``: embeddings differ in their last bits. See docs/memory.md.
         strict: if False, such an argument is passed on whole.
     """
 
@@ -496,18 +485,14 @@ def _divisors(number: int) -> list[int]:
 
 def _explain(error: ValidationError) -> str:
     """One sentence per wrong field, with what the user can do."""
-    fields = ", ".join(ParallelConfig.model_fields)
-    by_name: dict[str, list[Any]] = {}
+    problems: dict[str, dict[str, Any]] = {}
     for problem in error.errors():
-        by_name.setdefault(str(problem["loc"][0]) if problem["loc"] else "configuration", []).append(problem)
-    sentences = []
-    for name, problems in by_name.items():
-        problem = nearest_problem(problems)
+        name = str(problem["loc"][0])
         if problem["type"] == "extra_forbidden":
             near = did_you_mean(name, ParallelConfig.model_fields)
-            sentences.append(f"{name!r} is not a setting of ParallelConfig; known settings: {fields}{near}")
+            fields = ", ".join(ParallelConfig.model_fields)
+            problems[f"{name!r} is not a setting of ParallelConfig; known settings: {fields}{near}"] = {}
         else:
-            wrong = list(dict.fromkeys(map(problem_text, [one for one in problems if len(one["loc"]) < 3])))
-            words = " and ".join(wrong) if problem["type"] == "literal_error" else problem_text(problem)
-            sentences.append(f"{name}={problem['input']!r} is not possible: {words}")
-    return "; ".join(sentences)
+            # One for each type that the value could have.
+            problems.setdefault(f"{name}={problem['input']!r} is not possible: ", {})[problem_text(problem)] = None
+    return "; ".join(start + " or ".join(words) for start, words in problems.items())

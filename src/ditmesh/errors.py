@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -90,55 +89,15 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, best))}?" if best else ""
 
 
-# By the type of a pydantic error: the valid values.
-NOT_OF_KIND = {
-    "int": "not a whole number",
-    "float": "not a number",
-    "bool": "neither true nor false",
-    "string": "not text",
-    "tuple": "not a list",
-    "list": "not a list",
-    "dict": "not a group of settings",
-    "model": "not a group of settings",
-    "finite_number": "not a finite number",
-}
-
-
 def problem_text(problem: Mapping[str, Any]) -> str:
-    """A pydantic error in the words of ditmesh's messages: "not a whole number", "below 1"."""
-    kind, about, value = str(problem["type"]), problem.get("ctx") or {}, problem.get("input")
-    if kind == "literal_error":
-        words = [word.strip("'") for word in re.split(r", | or ", str(about["expected"]))]
-        return f"none of {', '.join(words)}{did_you_mean(value, words) if isinstance(value, str) else ''}"
-    bounds = {
-        "greater_than_equal": ("ge", "below {0:g}; use {0:g} or more"),
-        "greater_than": ("gt", "not above {0:g}; use more"),
-        "less_than_equal": ("le", "above {0:g}; use {0:g} or less"),
-        "less_than": ("lt", "not below {0:g}; use less"),
-    }
-    if kind in bounds:
-        name, words = bounds[kind]
-        # Bounds of whole numbers are shown as such.
-        return words.replace(":g", "" if isinstance(about[name], int) else ":g").format(about[name])
-    if kind == "missing":
-        return "is missing"
-    if kind == "too_short":
-        return "empty; give one at least"
-    if kind == "value_error":
-        return str(problem["msg"]).removeprefix("Value error, ")
-    of = next((one for one in NOT_OF_KIND if kind == one or kind.startswith(f"{one}_")), None)
-    return NOT_OF_KIND[of] if of is not None else str(problem["msg"]).lower()
+    """A pydantic error as the end of a sentence."""
+    message = str(problem["msg"]).removeprefix("Value error, ").rstrip(".")
+    return message[:1].lower() + message[1:]
 
 
 def nearest_problem(problems: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
     """For a value of several possible types, the error for the nearest type."""
-
-    def nearness(one: Mapping[str, Any]) -> tuple[int, bool, bool]:
-        kind = one["type"]
-        words = kind == "literal_error" and isinstance(one["input"], str)
-        return len(one["loc"]), words, not kind.endswith("_type")
-
-    return max(problems, key=nearness)
+    return max(problems, key=lambda problem: (len(problem["loc"]), not problem["type"].endswith("_type")))
 
 
 def shortened(error: BaseException, at_most: int = 200, with_kind: bool = False) -> str:

@@ -123,8 +123,7 @@ def _app(arguments: Mapping[str, Any]) -> FastAPI:
     from .serve.http.logs import log_config
 
     plan = plan_of(arguments)
-    form: Any = plan.logs.log_format
-    logging.config.dictConfig(log_config(form, plan.logs.log_level.upper(), plan.logs.log_prompts))
+    logging.config.dictConfig(log_config(plan.logs.log_format, plan.logs.log_level.upper(), plan.logs.log_prompts))
     return create_app(plan.backend("ray"), plan.settings, plan.service.grace)
 
 

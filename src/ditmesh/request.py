@@ -1,21 +1,20 @@
 """The request of a user; each field is declared once.
 
-The command line's options, the bodies of the HTTP APIs, ComfyUI's widgets, jobs and receipts are made from the fields
-of `PictureRequest`, or rename some of them.
+The command line's options, the bodies of the HTTP APIs, jobs and receipts are made from the fields of `PictureRequest`,
+or rename some of them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from string import Formatter
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
-from pydantic.fields import FieldInfo
 
-from .errors import ConfigError, InputError
+from .errors import ConfigError, InputError, problem_text
 
 Asked = TypeVar("Asked", bound="PictureRequest")
 
@@ -25,33 +24,9 @@ MOST_STEPS = 10_000
 MOST_TOGETHER = 1024
 LONGEST_PROMPT = 100_000
 MOST_FRAMES, MOST_FPS = 4096, 1000
-# JavaScript does not represent larger numbers exactly.
-LARGEST_IN_PAGE = 2**53 - 1
 
 Count = Annotated[int, Field(ge=1, le=2**16)]
 PIPELINES = "the pipeline's"
-
-
-@dataclass(frozen=True)
-class Widget:
-    """A widget of ComfyUI's node of sampling; ``usual``: its default, a float where the field is one.
-
-    ``least`` to ``most`` by ``step`` are its values; the least stands for a field that is not given, where
-    ``least_leaves``.
-    """
-
-    name: str
-    usual: float
-    tooltip: str
-    least: float = 0
-    most: float = 0
-    step: float | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
-    least_leaves: bool = True
-
-    def leaves(self, value: Any) -> bool:
-        """True if a value means that the field is not given."""
-        return self.least_leaves and (value == self.least or value < 0)
 
 
 @dataclass(frozen=True)
@@ -62,7 +37,6 @@ class RequestField:
         flags: of the command line, its spelling first; none: there is no option. ``common``: shown among the common
             ones.
         usual: the default, in words.
-        wrong: the message about a value out of bounds, as `FieldError` takes it.
         argument: of a pipeline's call, which is given the value as it is. A pipeline without it refuses the field.
     """
 
@@ -70,9 +44,7 @@ class RequestField:
     flags: tuple[str, ...] = ()
     common: bool = False
     usual: str | None = PIPELINES
-    wrong: str | None = None
     argument: str | None = None
-    widget: Widget | None = None
 
     @property
     def option(self) -> str:
@@ -90,106 +62,44 @@ class PictureRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    prompt: Annotated[
-        str,
-        RequestField(
-            "Generate an image of each prompt.",
-        ),
-    ] = Field(default="", max_length=LONGEST_PROMPT)
+    prompt: Annotated[str, RequestField("Generate an image of each prompt.")] = Field(
+        default="", max_length=LONGEST_PROMPT
+    )
     negative_prompt: Annotated[
         str | None,
-        RequestField(
-            "Say what the images should not show.",
-            ("--negative",),
-            usual=None,
-            argument="negative_prompt",
-        ),
+        RequestField("Say what the images should not show.", ("--negative",), usual=None, argument="negative_prompt"),
     ] = Field(default=None, max_length=LONGEST_PROMPT)
-    n: Annotated[
-        int,
-        RequestField(
-            "Generate this many images per prompt.",
-            ("--num-images",),
-            common=True,
-            widget=Widget("images", 1, "Number of pictures.", 1, MOST_TOGETHER, least_leaves=False),
-        ),
-    ] = Field(default=1, ge=1)
+    n: Annotated[int, RequestField("Generate this many images per prompt.", ("--num-images",), common=True)] = Field(
+        default=1, ge=1
+    )
     width: Annotated[
         Count | None,
         RequestField(
-            "Set width and height in pixels.",
-            ("--size",),
-            common=True,
-            usual="an input image's, or the pipeline's",
-            widget=Widget("width", 0, "In pixels. 0: of the image, else the model's own.", most=16384, step=8),
+            "Set width and height in pixels.", ("--size",), common=True, usual="an input image's, or the pipeline's"
         ),
     ] = None
-    height: Annotated[
-        Count | None,
-        RequestField(
-            "",
-            widget=Widget("height", 0, "In pixels. 0: of the image, else the model's own.", most=16384, step=8),
-        ),
-    ] = None
-    steps: Annotated[
-        int | None,
-        RequestField(
-            "Set the number of denoising steps.",
-            ("--steps", "-s"),
-            common=True,
-            widget=Widget("steps", 0, "Denoising steps. 0: the model's own.", most=MOST_STEPS),
-        ),
-    ] = Field(default=None, ge=1, le=MOST_STEPS)
+    height: Annotated[Count | None, RequestField("")] = None
+    steps: Annotated[int | None, RequestField("Set the number of denoising steps.", ("--steps", "-s"), common=True)] = (
+        Field(default=None, ge=1, le=MOST_STEPS)
+    )
     guidance: Annotated[
         FiniteFloat | None,
-        RequestField(
-            "Set the guidance scale.",
-            ("--guidance", "-g"),
-            common=True,
-            wrong="guidance {} is not a number; use one such as {guidance} 3.5",
-            argument="guidance_scale",
-            widget=Widget("guidance", -1.0, "-1: the model's own.", -1.0, 100.0, 0.1),
-        ),
+        RequestField("Set the guidance scale.", ("--guidance", "-g"), common=True, argument="guidance_scale"),
     ] = None
     strength: Annotated[
-        float | None,
-        RequestField(
-            "Set how much of --image or --video is replaced: 0 keeps it, 1 ignores it.",
-            wrong="strength {:g} is not possible; use more than 0 and at most 1",
-        ),
+        float | None, RequestField("Set how much of --image or --video is replaced: 0 keeps it, 1 ignores it.")
     ] = Field(default=None, gt=0, le=1)
     seed: Annotated[
         int,
         RequestField(
-            "Set the seed of the first image; image i has seed + i. With -1 it is random.",
-            ("--seed",),
-            common=True,
-            widget=Widget(
-                "seed",
-                0,
-                "The same seed gives the picture of `ditmesh generate --seed`.",
-                most=LARGEST_IN_PAGE,
-                more={"control_after_generate": True},
-                least_leaves=False,
-            ),
+            "Set the seed of the first image; image i has seed + i. With -1 it is random.", ("--seed",), common=True
         ),
     ] = 0
-    frames: Annotated[
-        int | None,
-        RequestField(
-            "Generate this many frames of a video.",
-            ("--frames",),
-            widget=Widget("frames", 0, "Of a video. 0: the model's own number.", most=MOST_FRAMES),
-        ),
-    ] = Field(default=None, ge=1, le=MOST_FRAMES)
+    frames: Annotated[int | None, RequestField("Generate this many frames of a video.", ("--frames",))] = Field(
+        default=None, ge=1, le=MOST_FRAMES
+    )
     fps: Annotated[
-        float | None,
-        RequestField(
-            "Set the frames per second of a video.",
-            ("--fps",),
-            usual="the pipeline's, or 16",
-            wrong="{fps} {:g} is not possible; use more than 0 and at most 1000",
-        ),
+        float | None, RequestField("Set the frames per second of a video.", ("--fps",), usual="the pipeline's, or 16")
     ] = Field(default=None, gt=0, le=MOST_FPS)
 
     @classmethod
@@ -273,28 +183,14 @@ class _Spelling(dict[str, str]):
 def field_error(error: ValidationError) -> FieldError:
     """The first pydantic error as a sentence."""
     problem = error.errors(include_url=False)[0]
-    name, value, about = str(problem["loc"][0]), problem["input"], problem.get("ctx") or {}
+    name, value = str(problem["loc"][0]), problem["input"]
     if isinstance(value, str):
         texts = {"prompt": "the prompt", "negative_prompt": "the negative prompt"}
         try:
             check_text(value, texts.get(name, option_of(name)))
         except InputError as wrong:
             return FieldError(name, "{}", wrong)
-    entry = request_fields().get(name, RequestField(""))
-    if entry.wrong is None and ("ge" in about or "le" in about):
-        declared = _declared(PictureRequest.model_fields[name])
-        least, most = (
-            next((getattr(one, bound) for one in declared if hasattr(one, bound)), None) for bound in ("ge", "le")
-        )
-        bounds = f"{least} or more" if most is None else f"{least} to {most}"
-        return FieldError(name, "{" + name + "} {} is not possible; use {}", value, bounds)
-    return FieldError(name, entry.wrong or "{" + name + "} {}: {}", value, problem["msg"].lower())
-
-
-def _declared(field: FieldInfo) -> list[Any]:
-    """The bounds of a field, or of one of its types."""
-    inside = [about for kind in get_args(field.annotation) for about in get_args(kind)[1:]]
-    return [*field.metadata, *(bound for about in inside for bound in getattr(about, "metadata", ()))]
+    return FieldError(name, "{" + name + "} {}: {}", value, problem_text(problem))
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:

@@ -175,7 +175,7 @@ def test_advice_of_a_refusal_is_a_command_that_runs(
 @pytest.mark.matrix
 @pytest.mark.usefixtures("kept_ranks")
 def test_prompts_run_side_by_side_as_each_does_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    words = ["generate", "red", "fox", "sun", "--steps", "2", "--threads", "1", "--json=full"]
+    words = ["generate", "red", "fox", "sun", "--steps", "2", "--threads", "1", "--json"]
     code, out, err = said(capfd, *words, "--devices", "2", "--out", str(tmp_path / "two"))
     assert code == 0, err
     assert "3 prompts: 'red', 'fox', 'sun' (quote a prompt of several words)" in err

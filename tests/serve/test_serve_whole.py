@@ -109,7 +109,7 @@ def test_clients_get_what_generate_gives(
     server: Command, client: ditmesh.Client, kept_ranks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     """The official client, and ditmesh's: the image of the prompt and the seed on as many devices."""
-    common = ["generate", "a red fox", "--seed", "3", "--num-images", "2", "--json=full"]
+    common = ["generate", "a red fox", "--seed", "3", "--num-images", "2", "--json"]
     ranks = ("--devices", "2", "--ulysses", "2", "--threads", "1")
     assert run(*common, *ranks, "--batch", "1", "--out", tmp_path / "local") == 0
     local = json.loads(capfd.readouterr().out)

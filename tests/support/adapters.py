@@ -59,34 +59,6 @@ def save_sd3_ip_adapter(folder: Path, transformer: diffusers.SD3Transformer2DMod
     return _saved(tensors, folder / "ip-adapter.safetensors")
 
 
-def save_flux_ip_adapter(folder: Path, transformer: diffusers.FluxTransformer2DModel) -> Path:
-    """An IP-Adapter for a Flux transformer, named as XLabs names its weights, and its CLIP encoder beside it."""
-    inner, joint = transformer.inner_dim, transformer.config["joint_attention_dim"]
-    draw = torch.Generator().manual_seed(4)
-    tensors = {
-        "ip_adapter_proj_model.proj.weight": torch.randn(4 * joint, WIDTH, generator=draw),
-        "ip_adapter_proj_model.proj.bias": torch.randn(4 * joint, generator=draw),
-        "ip_adapter_proj_model.norm.weight": torch.ones(joint),
-        "ip_adapter_proj_model.norm.bias": torch.zeros(joint),
-    }
-    for number in range(len(transformer.transformer_blocks)):
-        for one in "kv":
-            name = f"double_blocks.{number}.processor.ip_adapter_double_stream_{one}_proj"
-            tensors[f"{name}.weight"] = 0.2 * torch.randn(inner, joint, generator=draw)
-            tensors[f"{name}.bias"] = 0.2 * torch.randn(inner, generator=draw)
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=32,
-        patch_size=8,
-        projection_dim=WIDTH,
-    )
-    made(lambda: transformers.CLIPVisionModelWithProjection(vision), 0.3).save_pretrained(folder / "image_encoder")
-    return _saved(tensors, folder / "ip_adapter.safetensors")
-
-
 def _saved(tensors: dict[str, Tensor], file: Path) -> Path:
     save_file({name: value.contiguous() for name, value in tensors.items()}, file)
     return file

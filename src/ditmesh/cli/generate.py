@@ -17,12 +17,11 @@ from ..launch import guarded_folder, launcher, torchrun_rank
 from ..report.formatting import count
 from ..report.report import Report
 from .options import (
+    AsJson,
     ConfigFile,
     ConfigOptions,
     Devices,
     InputOptions,
-    JsonFull,
-    JsonOrFull,
     MemoryLimit,
     Overwrite,
     PictureOptions,
@@ -49,8 +48,6 @@ MAX_LISTED = 8
 
 # Fields of receipts that are the same for most images of a job.
 SHARED = ("config", "versions", "environment")
-# The same for videos.
-VIDEO = ("frames", "fps", "frames_digest")
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,7 @@ class RunOptions:
     compare: Annotated[
         bool, output_option("--compare", help="Generate on one device too, and compare speed and images.")
     ] = False
-    as_json: JsonOrFull = False
-    json_full: JsonFull = False
+    as_json: AsJson = False
 
     def of_job(self) -> dict[str, Any]:
         """Fields of a job. Raises `InputError`: the limit of memory is none."""
@@ -134,8 +130,7 @@ def generate(
     _tell_apart(prompts or [])
     result = _on_ranks(job, ranks, world_size, kind, run.compare, began)
     if result is not None:
-        shown = short(result) if run.as_json and not run.json_full else result
-        emit(shown, run.as_json or run.json_full, _say)
+        emit(result, run.as_json, _say)
 
 
 def _checked(
@@ -313,20 +308,6 @@ def progress(
             more = f" and {len(pictures) - MAX_LISTED} more in {job.out}" if len(pictures) > MAX_LISTED else ""
             print(f"{len(pictures)} of {job.total} images were generated before: {names}{more}", file=sys.stderr)
         raise
-
-
-def short(result: dict[str, Any]) -> dict[str, Any]:
-    """The result without fields that are the same for all images or are in their files: see --json=full."""
-    always, sometimes = ("path", "prompt", "seed", "together", "place"), VIDEO
-    settings = ParallelConfig(**result["config"]).model_dump(mode="json", exclude_defaults=True)
-    return {
-        **result,
-        "images": [
-            {key: picture[key] for key in (*always, *sometimes) if key in always or picture.get(key)}
-            for picture in result["images"]
-        ],
-        "config": settings,
-    }
 
 
 def _say(result: dict[str, Any]) -> Report:

@@ -141,10 +141,8 @@ def _run(arguments: list[str] | None) -> None:
 
 
 def _plain(arguments: Sequence[str]) -> list[str]:
-    """The arguments as typer has them: ``--json=full`` is a flag of its own, and ``help`` an option."""
-    if not arguments or arguments[0] == "help":
-        return [*arguments[1:2], "--help"]
-    return ["--json-full" if word == "--json=full" else word for word in arguments]
+    """The arguments as typer has them: ``help`` is an option."""
+    return [*arguments[1:2], "--help"] if not arguments or arguments[0] == "help" else list(arguments)
 
 
 def _leave(message: str, code: int, speaks: bool | None = None) -> None:

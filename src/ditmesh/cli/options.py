@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 import typer
 
 from ..config import ParallelConfig, setting
-from ..errors import InputError, did_you_mean
+from ..errors import InputError
+from ..generate.receipt import Dtype, Offload
+from ..launch import DeviceChoice
 from ..request import PIPELINES, PictureRequest, parse_size, plain_type, request_fields
 
 Result = TypeVar("Result")
+Group = TypeVar("Group")
 
 # The order of panels in help.
 COMMON_PANEL = "Common options"
@@ -45,33 +48,6 @@ def at_least(least: float, but: float | None = None) -> Callable[[typer.Callback
 
     return check
 
-
-def one_of(words: tuple[str, ...], short: dict[str, str]) -> Callable[[typer.CallbackParam, Any], Any]:
-    """Rejects unknown words of an option with a suggestion; ``short`` has abbreviations."""
-
-    def check(param: typer.CallbackParam, value: Any) -> Any:
-        value = short.get(value, value)
-        if value is None or value in words:
-            return value
-        hint = did_you_mean(value, words)
-        if param.name == "device" and value.isdecimal():
-            hint = f"; for {value} ranks say --devices {value}"
-        raise InputError(f"{param.opts[0]} {value!r} is none of {', '.join(words)}{hint}")
-
-    return check
-
-
-def choice(
-    option: Callable[..., Any], words: tuple[str, ...], help: str, short: dict[str, str] | None = None, **more: Any
-) -> Any:
-    """An option that takes one of some words (see `one_of`); ``option`` sets its panel."""
-    return option(metavar="|".join(words), help=help, callback=one_of(words, short or {}), **more)
-
-
-DEVICES = ("auto", "cpu", "cuda")
-OFFLOADS = ("none", "model", "group", "sequential")
-DTYPES = ("float32", "bfloat16", "float16")
-SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 PromptsFile = Annotated[
     Path | None, common_option("--prompts", metavar="FILE", help="Read more prompts from this file, one per line.")
@@ -101,26 +77,11 @@ else:
     Steps, Guidance, Size = (request_option(name) for name in ("steps", "guidance", "width"))
     Strength = request_option("strength", input_option, metavar="0..1", callback=None)
     Seed = request_option("seed", help="Set the seed of the first image; image i has seed + i.", callback=at_least(0))
-if TYPE_CHECKING:
-    from ..generate.receipt import Dtype
-    from ..launch import DeviceChoice as Device
-
-    DType = Dtype | None
-else:
-    # Plain text, so that the error message is ditmesh's.
-    DType = Annotated[
-        str | None,
-        choice(
-            rank_option,
-            DTYPES,
-            "Load the weights in this type; fp32, bf16 and fp16 are short for them.",
-            SHORT,
-            show_default="float32 on the CPU, bfloat16 on CUDA",
-        ),
-    ]
-    Device = Annotated[
-        str, choice(rank_option, DEVICES, "Choose the device of the ranks; auto uses GPUs if there are any.")
-    ]
+DType = Annotated[
+    Dtype | None,
+    rank_option(help="Load the weights in this type.", show_default="float32 on the CPU, bfloat16 on CUDA"),
+]
+Device = Annotated[DeviceChoice, rank_option(help="Choose the device of the ranks; auto uses GPUs if there are any.")]
 Devices = Annotated[
     int | None,
     common_option("--devices", "-n", help="Start this many ranks, each with its own device.", callback=at_least(1)),
@@ -195,54 +156,59 @@ AtOnce = Annotated[int, job_option(help="Set how many images are generated at on
 Branches = Annotated[
     bool | None, job_option("--guidance/--no-guidance", help="Set whether guidance runs two branches.")
 ]
-WeightsDType = Annotated[str, job_option(help="Set the type of the weights.", callback=one_of(DTYPES, SHORT))]
-# What `main` makes of --json=full: the parser knows no option that may be without a value.
-JsonFull = Annotated[bool, output_option("--json-full", hidden=True)]
+WeightsDType = Annotated[Dtype, job_option(help="Set the type of the weights.")]
 AsJson = Annotated[bool, output_option("--json", help="Print the result as one JSON object on stdout.")]
-JsonOrFull = Annotated[
-    bool,
-    output_option(
-        "--json", help="Print the result as one JSON object on stdout; --json=full has the whole receipt of each image."
-    ),
-]
 
 
-if TYPE_CHECKING:
+# Name, annotation and default of every option.
+Options = list[tuple[str, Any, Any]]
 
-    class PictureOptions:
-        """Options of the request: one for each field of `PictureRequest`."""
 
-        prompts_file: Path | None
-        num_images: int
+def with_options(options: Options) -> Callable[[type[Group]], type[Group]]:
+    """A group of options that are made from fields of a model."""
 
-        def fields(self) -> dict[str, Any]:
-            """The fields by name; a random seed is drawn here."""
-            ...
+    def add(group: type[Group]) -> type[Group]:
+        group.__annotations__ = {name: kind for name, kind, _ in options}
+        for name, _, default in options:
+            setattr(group, name, default)
+        return dataclass(frozen=True)(group)
 
-    class SampleOptions(PictureOptions):
-        """The same for images that are compared."""
-else:
+    return add
 
-    def _asked(options: Any) -> dict[str, Any]:
+
+def _picture_options(without: Sequence[str] = ()) -> Options:
+    options: Options = [("prompts_file", PromptsFile, None)]
+    for name, of in request_fields().items():
+        if of.flags and name not in without:
+            more = {"callback": at_least(0, but=-1)} if name == "seed" else {}
+            options.append((of.option, request_option(name, **more), PictureRequest.model_fields[name].default))
+    return options
+
+
+class RequestOptions:
+    """What groups with options of the request have."""
+
+    prompts_file: Path | None
+    num_images: int
+
+    def fields(self) -> dict[str, Any]:
+        """The fields by name; a random seed is drawn here."""
         from .values import any_seed
 
         names = {name: of.option for name, of in request_fields().items() if of.flags}
-        found = {name: value for name, one in names.items() if (value := getattr(options, one, None)) is not None}
+        found = {name: value for name, one in names.items() if (value := getattr(self, one, None)) is not None}
         found["width"], found["height"] = parse_size(found.get("width")) or (None, None)
         return found | {"seed": any_seed(found["seed"])}
 
-    def _picture_options(name: str, without: Sequence[str] = ()) -> type:
-        """A dataclass with an option for every field of a request, and for a file of prompts."""
-        options = [("prompts_file", PromptsFile, field(default=None))]
-        for field_name, of in request_fields().items():
-            if of.flags and field_name not in without:
-                more = {"callback": at_least(0, but=-1)} if field_name == "seed" else {}
-                default = field(default=PictureRequest.model_fields[field_name].default)
-                options.append((of.option, request_option(field_name, **more), default))
-        return make_dataclass(name, options, frozen=True, namespace={"fields": _asked})
 
-    PictureOptions = _picture_options("PictureOptions")
-    SampleOptions = _picture_options("SampleOptions", without=("fps",))
+@with_options(_picture_options())
+class PictureOptions(RequestOptions):
+    """Options of the request: one for each field of `PictureRequest`."""
+
+
+@with_options(_picture_options(without=("fps",)))
+class SampleOptions(RequestOptions):
+    """The same for images that are compared."""
 
 
 @dataclass(frozen=True)
@@ -283,12 +249,10 @@ class InputOptions:
     ] = None
     variant: Annotated[str | None, input_option(help="Read this variant of the weight files, such as fp16.")] = None
     offload: Annotated[
-        str,
-        choice(
-            input_option,
-            OFFLOADS,
-            "Keep text encoders and VAE in the host's memory while they do not run (GPUs only): each as a whole, "
-            "layer by layer, or layer by layer with one copy.",
+        Offload,
+        input_option(
+            help="Keep text encoders and VAE in the host's memory while they do not run (GPUs only): each as a whole, "
+            "layer by layer, or layer by layer with one copy."
         ),
     ] = "none"
 
@@ -361,61 +325,53 @@ class RankOptions:
         return self.dtype or ("bfloat16" if kind == "cuda" else "float32")
 
 
-def _config_option(name: str, words: str | None = None, shown_in_help: bool = True) -> tuple[str, Any, Any]:
-    """Name, annotation and default of the option for a field of `ParallelConfig`; None if it is not given."""
-    kind = ParallelConfig.model_fields[name].annotation
-    flags = (f"--{name}",) if kind is bool else ()
-    option = config_option(*flags, help=words or setting(name).help, show_default=False, hidden=not shown_in_help)
-    return name, Annotated[kind | None, option], field(default=None)
+def _config_options(words: Mapping[str, str] | None = None) -> Options:
+    """For the settings of `ParallelConfig` that have one; for training with other ``words``, and those it takes."""
+    options: Options = []
+    for name in (name for name in ParallelConfig.model_fields if setting(name).option):
+        kind, about = ParallelConfig.model_fields[name].annotation, setting(name)
+        option = config_option(
+            *((f"--{name}",) if kind is bool else ()),
+            help=(words or {}).get(name, about.help),
+            show_default=False,
+            hidden=words is not None and about.untrained is not None,
+        )
+        options.append((name, Annotated[kind | None, option], None))
+    return options
 
 
-def _settings(options: Any) -> dict[str, Any]:
-    from .values import changed_settings
+_OTHERS = ", ".join(name for name in ParallelConfig.model_fields if not setting(name).option)
+_CHANGES = config_option(
+    "--set", metavar="NAME=VALUE", help=f"Change a setting that has no option: {_OTHERS}; may be repeated."
+)
 
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    return changed_settings(given, given.pop("changes", ()))
+
+class ParallelOptions:
+    """What groups with options of the parallel configuration have."""
+
+    def settings(self) -> dict[str, Any]:
+        """The given settings, by name."""
+        from .values import read_settings
+
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return read_settings(given.pop("changes", ()), given)
 
 
-if TYPE_CHECKING:
+@with_options([*_config_options(), ("changes", Annotated[list[str] | None, _CHANGES], None)])
+class ConfigOptions(ParallelOptions):
+    """Options for the settings of `ParallelConfig`: some have their own, --set takes all."""
 
-    class ConfigOptions:
-        """Options for the settings of `ParallelConfig`: some have their own, --set takes all."""
 
-        def settings(self) -> dict[str, Any]:
-            """The given settings, by name."""
-            ...
-
-    class TrainingOptions(ConfigOptions):
-        """The same for training, without --set: help shows the supported settings; the others raise an error."""
-else:
-
-    def _config_options(name: str, words: Mapping[str, str] | None = None) -> type:
-        """A dataclass of the options; for training, whose --set changes all settings of a run, with other ``words``."""
-        names = [field for field in ParallelConfig.model_fields if setting(field).option]
-        options = [
-            _config_option(field, (words or {}).get(field), words is None or setting(field).untrained is None)
-            for field in names
-        ]
-        if words is None:
-            others = ", ".join(field for field in ParallelConfig.model_fields if field not in names)
-            words_of_set = f"Change a setting that has no option: {others}; may be repeated."
-            options.append(
-                (
-                    "changes",
-                    Annotated[list[str] | None, config_option("--set", metavar="NAME=VALUE", help=words_of_set)],
-                    field(default=None),
-                )
-            )
-        return make_dataclass(name, options, frozen=True, namespace={"settings": _settings})
-
-    ConfigOptions = _config_options("ConfigOptions")
-    TrainingOptions = _config_options(
-        "TrainingOptions",
-        words={
+@with_options(
+    _config_options(
+        {
             "data": "Give this many groups of ranks samples of their own; by default all devices.",
             "reproducible": "Train to the same bits on any number of devices; this is slower.",
-        },
+        }
     )
+)
+class TrainingOptions(ParallelOptions):
+    """The same for training, whose --set changes all settings of a run: help shows those that training takes."""
 
 
 def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..generate.receipt import Offload
 from ..report.report import Report, StyledText
 from ..request import parse_size
 from .options import (
-    OFFLOADS,
     AsJson,
     AtOnce,
     Branches,
@@ -20,7 +20,6 @@ from .options import (
     Size,
     WeightsDType,
     at_least,
-    choice,
     common_option,
     job_option,
     with_groups,
@@ -86,12 +85,8 @@ def plan(
     guidance: Branches = None,
     dtype: WeightsDType = "bfloat16",
     offload: Annotated[
-        str,
-        choice(
-            job_option,
-            OFFLOADS,
-            "Keep text encoders and VAE in the host's memory while they are not in use, as generate does.",
-        ),
+        Offload,
+        job_option(help="Keep text encoders and VAE in the host's memory while they are not in use, as generate does."),
     ] = "none",
     stale: Annotated[
         bool, job_option("--stale", help="Also predict strategies that reuse keys of the previous step.")

@@ -9,35 +9,33 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..errors import InputError
+from ..generate.receipt import Offload
 from ..requirements import not_installed
 from ..serve.settings import LOOPBACK, ApiSettings, LimitOption, ServiceSettings
 from .options import (
-    OFFLOADS,
     ConfigFile,
     ConfigOptions,
     Devices,
     MemoryLimit,
+    Options,
     RankOptions,
     at_least,
     check_offload,
-    choice,
     memory_check,
     with_groups,
+    with_options,
 )
 from .values import download, embedded_or, parallel_config
 
 if TYPE_CHECKING:
     from ..serve.offers import ModelSpec
-
-LOG_FORMATS, LOG_LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
-
 
 network_option, log_option = (functools.partial(typer.Option, rich_help_panel=panel) for panel in ("Network", "Logs"))
 
@@ -77,44 +75,41 @@ class ClientOptions:
     ] = None
 
 
-if TYPE_CHECKING:
+Settings = type[ApiSettings] | type[ServiceSettings]
 
-    class LimitOptions:
-        """Options of limits: every setting of the two classes with a `LimitOption`."""
 
-        def of(self, settings: type[ApiSettings] | type[ServiceSettings]) -> dict[str, Any]:
-            """The settings of a kind, by name."""
-            ...
-else:
+def _limits(settings: Settings) -> dict[str, LimitOption]:
+    fields = settings.model_fields.items()
+    return {name: one for name, field in fields for one in field.metadata if isinstance(one, LimitOption)}
 
-    def _limits(settings: Any) -> dict[str, LimitOption]:
-        fields = settings.model_fields.items()
-        return {name: one for name, field in fields for one in field.metadata if isinstance(one, LimitOption)}
 
-    def _limit_options() -> type:
-        entries = []
-        for settings in (ApiSettings, ServiceSettings):
-            for name, of in _limits(settings).items():
-                kind, default = settings.model_fields[name].annotation, settings.model_fields[name].default
-                option = typer.Option(
-                    rich_help_panel="Limits", help=of.help, metavar=of.form, callback=at_least(of.least)
-                )
-                entries.append((name, Annotated[kind, option], field(default=kind(default / of.unit))))
+def _limit_options() -> Options:
+    options: Options = []
+    for settings in (ApiSettings, ServiceSettings):
+        for name, of in _limits(settings).items():
+            kind: Any = settings.model_fields[name].annotation
+            option = typer.Option(rich_help_panel="Limits", help=of.help, metavar=of.form, callback=at_least(of.least))
+            options.append((name, Annotated[kind, option], kind(settings.model_fields[name].default / of.unit)))
+    return options
 
-        def values(options: Any, settings: Any) -> dict[str, Any]:
-            return {name: getattr(options, name) * of.unit for name, of in _limits(settings).items()}
 
-        return make_dataclass("LimitOptions", entries, frozen=True, namespace={"of": values})
+@with_options(_limit_options())
+class LimitOptions:
+    """Options of limits: every setting of the two classes with a `LimitOption`."""
 
-    LimitOptions = _limit_options()
+    def of(self, settings: Settings) -> dict[str, Any]:
+        """The settings of a kind, by name."""
+        return {name: getattr(self, name) * of.unit for name, of in _limits(settings).items()}
 
 
 @dataclass(frozen=True)
 class LogOptions:
     """Options of logs."""
 
-    log_format: Annotated[str, choice(log_option, LOG_FORMATS, "Write log lines in this format.")] = "text"
-    log_level: Annotated[str, choice(log_option, LOG_LEVELS, "Log messages of this level and above.")] = "info"
+    log_format: Annotated[Literal["text", "json"], log_option(help="Write log lines in this format.")] = "text"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], log_option(help="Log messages of this level and above.")
+    ] = "info"
     log_prompts: Annotated[bool, log_option("--log-prompts", help="Log prompts.")] = False
 
 
@@ -145,12 +140,8 @@ class ModelOptions:
     ] = None
     variant: Annotated[str | None, typer.Option(help="Read this variant of the weight files, such as fp16.")] = None
     offload: Annotated[
-        str,
-        choice(
-            typer.Option,
-            OFFLOADS,
-            "Keep text encoders and VAE in the host's memory while they are not in use (on GPUs).",
-        ),
+        Offload,
+        typer.Option(help="Keep text encoders and VAE in the host's memory while they are not in use (on GPUs)."),
     ] = "none"
     memory_limit: MemoryLimit = None
     devices: Devices = None
@@ -389,10 +380,9 @@ def _serve(backend: Any, settings: ApiSettings, listening: Any, grace: float, lo
             "ditmesh: all who reach this machine may use the server; let keys decide with --keys FILE",
             file=sys.stderr,
         )
-    form: Any = logs.log_format
     app = create_app(backend, settings)
     server = HttpServer(
-        app, grace, log_config(form, logs.log_level.upper(), logs.log_prompts), up, at_once, ready=ready
+        app, grace, log_config(logs.log_format, logs.log_level.upper(), logs.log_prompts), up, at_once, ready=ready
     )
     # All objects of now are permanent: a full collection would visit all of them, and requests would wait for a quarter
     # of a second.

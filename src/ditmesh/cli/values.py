@@ -6,18 +6,18 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ..config import AXES, ParallelConfig, option_words, setting_form
+from ..config import AXES, ParallelConfig, option_words
 from ..errors import ConfigError, InputError, did_you_mean, reason_of
 from ..launch import torchrun_rank
 
 if TYPE_CHECKING:
     from ..generate.job import PictureJob
     from ..generate.model_info import ModelInfo
-    from .options import PictureOptions
+    from .options import RequestOptions
 
 
 def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
@@ -81,27 +81,23 @@ def parallel_config(
     return devices, config
 
 
-def changed_settings(settings: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """The settings with those of --set, such as ``"tiles=4"`` and ``"warmup=fixed(2)"``.
+def read_settings(words: Sequence[str], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The settings with those of words such as ``"tiles=4"``, ``"warmup=fixed(2)"`` and ``"reproducible"``.
 
     Raises:
-        ConfigError: a text is no setting with a value, or a setting is given twice.
+        ConfigError: a word is no setting with a value, or a setting is given twice.
     """
-    changed = dict(settings)
-    for text in changes:
-        name, equals, value = text.partition("=")
-        if name not in ParallelConfig.model_fields:
-            names = ", ".join(ParallelConfig.model_fields)
-            near = did_you_mean(name, ParallelConfig.model_fields) or f"; the settings are {names}"
-            raise ConfigError(f"--set {text!r}: there is no setting {name!r} of the parallel configuration{near}")
-        if not equals or not value:
-            raise ConfigError(f"--set {text!r} has no value; write it as --set {name}={setting_form(name)}")
+    changed = dict(settings or {})
+    for word in words:
+        name, equals, value = word.partition("=")
+        field = ParallelConfig.model_fields.get(name)
+        if not value and (equals or field is None or field.annotation is not bool):
+            raise ConfigError(f"{word!r} is not a setting with a value; write words such as tiles=4")
         if name in changed:
-            raise ConfigError(f"--set {text!r}: {name} is given twice; leave one out")
-        text_allowed = str in (kind := ParallelConfig.model_fields[name].annotation, *get_args(kind))
-        changed[name] = value if text_allowed else _value(value)
+            raise ConfigError(f"{word!r}: {name} is given twice; leave one out")
+        changed[name] = _value(value) if equals else True
     if "tiles" in changed and "reproducible" not in changed:
-        raise ConfigError(f"--set tiles={changed['tiles']} counts in reproducible mode only; add --reproducible")
+        raise ConfigError(f"tiles={changed['tiles']} counts in reproducible mode only; add reproducible")
     return changed
 
 
@@ -113,31 +109,15 @@ def parse_config(text: str) -> ParallelConfig:
     """
     words = _words(text)
     if not words:
-        raise ConfigError(f"the configuration {text!r} is empty; write words such as 'ulysses=2 ring=2'")
+        raise ConfigError(f"the configuration {text!r} is empty; write words such as ulysses=2")
     if len(words) == 1 and "=" not in words[0] and (words[0].endswith((".yaml", ".yml")) or Path(words[0]).is_file()):
         return ParallelConfig.read(words[0])
-    return ParallelConfig(**parse_settings(text))
+    return ParallelConfig(**read_settings(words))
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """Settings of a configuration by name, from words such as ``"ulysses=2 reproducible"``; none, from no words.
-
-    Raises:
-        ConfigError: a word is no setting.
-    """
-    settings: dict[str, Any] = {}
-    for word in _words(text):
-        name, equals, value = word.partition("=")
-        field = ParallelConfig.model_fields.get(name)
-        if not equals and not (field is not None and field.annotation is bool):
-            raise ConfigError(
-                f"{word!r} in the configuration {text!r} is not a setting with a value; write words such as "
-                "'ulysses=2 ring=2', or the name of a YAML file"
-            )
-        if name in settings:
-            raise ConfigError(f"{name!r} stands twice in the configuration {text!r}; leave one out")
-        settings[name] = _value(value) if equals else True
-    return settings
+    """Settings of a configuration by name, from a text such as ``"ulysses=2 reproducible"``; see `read_settings`."""
+    return read_settings(_words(text))
 
 
 def _words(text: str) -> list[str]:
@@ -196,7 +176,7 @@ def check_planned(model: str) -> None:
 
 
 def picture_job(
-    model: str | None, prompts: Sequence[str], pictures: PictureOptions, timeout: float, out: str, **more: Any
+    model: str | None, prompts: Sequence[str], pictures: RequestOptions, timeout: float, out: str, **more: Any
 ) -> tuple[PictureJob, ModelInfo]:
     """A job without configuration and dtype, from options and ``more`` fields; and the facts in the model's files."""
     from ..generate.job import PER_CALL, job_for
