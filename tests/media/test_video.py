@@ -217,25 +217,62 @@ def test_videos_are_verified_frame_by_frame(
 # --- training ----------------------------------------------------------------------------------------------------
 
 
-def test_videos_that_cannot_be_trained_on_are_refused(model: Path, tmp_path: Path):
+def test_videos_are_trained_on(model: Path, tmp_path: Path):
+    """The first loss is that of diffusers' own modules on the same noise; frames that cannot be are refused."""
     import diffusers
+    import torch
 
     from ditmesh.errors import ConfigError
     from ditmesh.train.data.sources import read_samples
     from ditmesh.train.trainer import Trainer
-    from support.train import configured, settings
+    from support.train import configured
 
     frames, data = moving(6), tmp_path / "data"
     data.mkdir()
-    video.write_mp4(frames, data / "b.mp4", 16, {})
-    (data / "b.txt").write_text("to the right")
-    given = settings(data, tmp_path / "out", pretrained_model_name_or_path=str(model), resolution=32, num_frames=5)
-    assert [one.size for one in read_samples(configured(given).data, "text").good] == [(32, 32)]
+    frames[0].save(data / "a.png", save_all=True, append_images=frames[1:])
+    (data / "a.txt").write_text("to the right")
+    given = {
+        "pretrained_model_name_or_path": str(model),
+        "train_data_dir": str(data),
+        "output_dir": str(tmp_path / "out"),
+        "resolution": 32,
+        "num_frames": 5,
+        "max_sequence_length": 24,
+        "train_batch_size": 1,
+        "max_train_steps": 1,
+        "weighting_scheme": "none",
+    }
     pipe = diffusers.WanPipeline.from_pretrained(model)
+    # So that a mistake in their scale is seen.
+    pipe.vae.register_to_config(latents_mean=[0.5] * 4, latents_std=[2.0] * 4)
+    seen: dict[str, Any] = {}
+    with Trainer(configured(given), pipe) as trainer:
+        hook = pipe.transformer.register_forward_hook(lambda *of: seen.update(out=of[-1][0].detach()))
+        inner = trainer.objective
+
+        def objective(latents: torch.Tensor, generators: Any) -> Any:
+            seen["noised"], seen["latents"] = inner(latents, generators), latents
+            return seen["noised"]
+
+        trainer.objective = objective  # type: ignore[assignment]
+        outcome = trainer.run()
+        hook.remove()
+        with pytest.raises(OSError, match="has 6 frames, and num_frames=7"):
+            trainer.data.samples[0].frames(7)
+    video.write_mp4(frames, data / "b.mp4", 16, {})
+    assert [one.size for one in read_samples(configured(given).data, "text").good] == [(32, 32)] * 2
+    assert seen["latents"].shape == (1, 4, 2, 8, 8)
+    noised = seen["noised"]
+    assert outcome.losses[0] == pytest.approx(float((seen["out"] - noised.target).square().mean()), rel=1e-5)
+    values = torch.stack([torch.from_numpy(np.asarray(frame).copy()).permute(2, 0, 1) for frame in frames[:5]], dim=1)
+    with torch.no_grad():
+        found = pipe.vae.encode(values[None].float() / 127.5 - 1).latent_dist
+    # The mean off, over the deviation; within what is drawn around it.
+    assert ((seen["latents"] - (found.mean - 0.5) / 2).abs() <= 6 * found.std / 2).all()
     for changed, said in (
         ({"num_frames": None}, "say of how many frames"),
         ({"num_frames": 6}, "use 5 or 9"),
         ({"validation_prompts": ["to the left"]}, "leave them out"),
     ):
         with pytest.raises(ConfigError, match=said):
-            Trainer(configured(given | changed), pipe)
+            Trainer(configured(given | changed | {"output_dir": str(tmp_path / "other")}), pipe)
