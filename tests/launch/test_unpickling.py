@@ -18,9 +18,9 @@ SRC = Path(__file__).parents[2] / "src" / "ditmesh"
 OWN = "a message between an owner and the ranks that it has started"
 GROUP = "a message between the ranks of one process group"
 EXCEPTIONS = {
-    ("followers/calls.py", "CallFollower.run", "pickle.loads"): GROUP,
     ("followers/calls.py", "_as_error", "pickle.loads"): GROUP,
-    ("followers/messages.py", "CallReceiver.take", "pickle.loads"): GROUP,
+    ("followers/followers.py", "_follow_call", "pickle.loads"): GROUP,
+    ("followers/messages.py", "take_call", "pickle.loads"): GROUP,
     ("followers/messages.py", "_StandInUnpickler", "pickle.Unpickler"): f"{GROUP}, or {OWN}",
     ("launch/messages.py", "RankChannel.reply", "pickle.loads"): OWN,
     ("launch/failures.py", "of_exception", "pickle.loads"): "what this process has pickled a line before",

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 # Seconds for ranks to meet, all of which have started by then.
 MEET_SECONDS = 60.0
-# Seconds after which a stopped rank counts as lost.
+# Seconds after which a rank that is stopped by a signal counts as lost.
 STOP_SECONDS = 10.0
 
 
@@ -59,7 +59,6 @@ class HostedRanks(RankPool):
         device: DeviceChoice = "cpu",
         threads: int | None = None,
         gpus: Sequence[int] | None = None,
-        stop_limit: float = STOP_SECONDS,
         preload: Sequence[str] = PRELOAD,
     ) -> None:
         """Start the other ranks, and join them.
@@ -68,7 +67,6 @@ class HostedRanks(RankPool):
             world_size: this process included.
             device, threads, preload: as for `RankPool`; ``threads`` are the other ranks'.
             gpus: numbers of the GPUs of all ranks, this process's first.
-            stop_limit: seconds after which a rank that is stopped by a signal counts as lost, and is ended.
         """
         import torch.distributed as dist
 
@@ -84,7 +82,7 @@ class HostedRanks(RankPool):
         self._left = True
         # The others have started by then and cannot be missed for long.
         super().__init__(
-            world_size, device, threads, MEET_SECONDS, preload, gpus, stop_limit=stop_limit, import_main=False
+            world_size, device, threads, MEET_SECONDS, preload, gpus, stop_limit=STOP_SECONDS, import_main=False
         )
         self._left = False
         use_loopback()
