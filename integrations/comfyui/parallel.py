@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import inspect
 import logging
 import os
@@ -128,7 +129,7 @@ class Session:
 
     def begin(self, steps: int | None) -> None:
         """A sampling begins."""
-        self.followed.lead.begin_request(steps)
+        self.followed.begin_request(steps)
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -137,7 +138,7 @@ class Session:
 
     def around(self, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the diffusion model, by ComfyUI's `BaseModel`."""
-        if self.followed.lead.inside:
+        if self.followed.inside:
             return proceed(*args, **kwargs)
         self._refuse_training()
         options = kwargs.get("transformer_options") or {}
@@ -334,10 +335,8 @@ def _by_value() -> Iterator[None]:
     """Functions and classes of nodes are sent whole: ComfyUI imports nodes, its own too, by path and not by name."""
     import cloudpickle
 
-    from ditmesh.extend import names_by_value
-
     registered = []
-    for module in names_by_value(host.node_folders()):
+    for module in _without_names(host.node_folders()):
         with contextlib.suppress(ValueError):
             cloudpickle.register_pickle_by_value(module)
             registered.append(module)
@@ -347,6 +346,23 @@ def _by_value() -> Iterator[None]:
         for module in registered:
             with contextlib.suppress(ValueError):
                 cloudpickle.unregister_pickle_by_value(module)
+
+
+def _without_names(folders: list[str]) -> list[Any]:
+    """Modules of nodes in these folders that another process could not import by their names."""
+    inside = tuple(os.path.abspath(folder) + os.sep for folder in folders)
+    modules = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or not os.path.abspath(file).startswith(inside):
+            continue
+        try:
+            known = importlib.util.find_spec(name.partition(".")[0]) is not None and name.isidentifier()
+        except (ImportError, ValueError, AttributeError):
+            known = False
+        if not known:
+            modules.append(module)
+    return modules
 
 
 # --- the ranks, which stay between prompts -----------------------------------------------------------------------

@@ -48,7 +48,6 @@ _MODULES = {
     "job_for": "generate.job",
     "latent_colours": "generate.preview",
     "load_adapters": "generate.files",
-    "names_by_value": "followers.copies",
     "parallel_config": "cli.values",
     "parse_settings": "cli.values",
     "pipeline_for": "generate.files",

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import ditmesh
 from ditmesh.comm import PeerError
-from ditmesh.followers.messages import CallReceiver, CallSender
+from ditmesh.core.values import as_bytes
+from ditmesh.followers.messages import pack_call, take_call
 from engine.test_first_call import ForeignPipeline, call, model
 from support.models import ODD, inputs, relative_error, tiny
 
@@ -56,11 +57,7 @@ def test_a_transformer_that_one_rank_calls(followers, config, name):
     before, kind = set(vars(net)), type(net)
     truth = [net(**given)[0], net(**{**given, **_later(given)})[0]]
     handle = followers.parallelize(net, config)
-    outputs, sent = [], []
-    for changes in ({}, {}, _later(given)):
-        outputs.append(net(**{**given, **changes})[0])
-        sent.append(handle.lead.sender.bytes_sent)
-    assert sent[1] == 0 < sent[2] < sent[0], sent
+    outputs = [net(**{**given, **changes})[0] for changes in ({}, {}, _later(given))]
     ditmesh.restore(net)
     assert handle.closed
     assert max(map(relative_error, outputs, [truth[0], *truth])) <= 1e-5
@@ -108,40 +105,6 @@ def test_an_error_on_one_rank_reaches_rank_0_and_the_next_call_runs(followers, t
         net(**given, sharpness=threading.Lock())
     assert relative_error(net(**given, trap=-1)[0], truth) <= 1e-5
     ditmesh.restore(net)
-
-
-def _counted(image):
-    image.mul_(2.0)
-
-
-def _uncounted(image):
-    image.data.mul_(2.0)
-
-
-def _through_numpy(image):
-    image.numpy()[...] *= 2.0
-
-
-def _through_dlpack(image):
-    torch.from_dlpack(image.__dlpack__()).mul_(2.0)
-
-
-def _swapped(image):
-    flat = image.numpy().reshape(-1)
-    flat[[0, 1]] = flat[[1, 0]]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("write", [_counted, _uncounted, _through_numpy, _through_dlpack, _swapped])
-def test_an_argument_that_was_written_to_is_sent_again(followers, write):
-    net, given = model(), call()
-    given["picture"] = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 6, 7, 9), np.float32))
-    followers.parallelize(net, {"ulysses": 2})
-    net(**given)
-    write(given["picture"])
-    output = net(**given)[0]
-    ditmesh.restore(net)
-    assert relative_error(output, net(**given)[0]) <= 1e-5
 
 
 def test_gradients_are_refused_and_never_waited_for(followers):
@@ -260,17 +223,16 @@ class NoMesh:
             NoMesh.message = message if NoMesh.sends else message.copy_(NoMesh.message)
 
 
-def through(sender, receiver, value):
-    content, tensors = sender.pack(value)
+def through(value):
+    content, send = pack_call(NoMesh, value)
     NoMesh.sends = True
-    sender.send(tensors)
+    send()
     NoMesh.sends = False
-    return receiver.take(content)
+    return take_call(NoMesh, content)
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_arrives_is_what_was_sent(inference):
-    sender, receiver = CallSender(NoMesh), CallReceiver(NoMesh)
     with torch.inference_mode(inference):
         kinds = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
         value = {str(kind): torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
@@ -278,30 +240,16 @@ def test_what_arrives_is_what_was_sent(inference):
         value["twice"] = [value["scalar"], value["turned"]]
         function = lambda number: number + 1  # noqa: E731
         value["function"] = function
-        for _ in range(2):
-            got = through(sender, receiver, value)
-            assert got["function"](1) == 2
-            assert got["text"] == "x"
-            assert got["twice"][0] is got["scalar"]
-            for name, one in value.items():
-                if isinstance(one, torch.Tensor):
-                    assert got[name].dtype == one.dtype
-                    assert torch.equal(
-                        got[name].float() if "8" in name else got[name], one.float() if "8" in name else one
-                    )
-        assert sender.bytes_sent == 0
-        # What a model writes to there is not what is kept.
-        got["turned"].zero_()
-        assert torch.equal(through(sender, receiver, value)["turned"], value["turned"])
-        value["turned"].add_(1)
-        got = through(sender, receiver, value)
-        assert torch.equal(got["turned"], value["turned"])
-        assert sender.bytes_sent > 0
+        got = through(value)
+        assert got["function"](1) == 2
+        assert got["text"] == "x"
+        assert got["twice"][0] is got["scalar"]
+        for name, sent in value.items():
+            if isinstance(sent, torch.Tensor):
+                assert got[name].dtype == sent.dtype
+                assert torch.equal(as_bytes(got[name]), as_bytes(sent))
         generator = torch.Generator().manual_seed(4)
-        mine, theirs = (
-            torch.rand(3, generator=generator.clone_state()),
-            through(sender, receiver, {"g": generator})["g"],
-        )
+        mine, theirs = torch.rand(3, generator=generator.clone_state()), through({"g": generator})["g"]
         assert torch.equal(torch.rand(3, generator=theirs), mine)
 
 
@@ -330,7 +278,7 @@ class Edited:
         adapter = LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, target_modules=["to_q", "to_k", "to_v"])
         self.net.add_adapter(adapter, adapter_name="x")
         self.block.attn.processor = Scaled(self.block.attn.processor)
-        self.hooks, self.fused, self.strength = [], False, [1.1]
+        self.fused, self.strength = False, [1.1]
 
     @property
     def block(self):
@@ -404,19 +352,11 @@ class Edited:
 
     def hook_after(self, factor):
         hook = lambda module, args, output: output * factor  # noqa: E731
-        self.hooks.append(self.block.ff.register_forward_hook(hook))
-
-    def hook_before(self, factor):
-        hook = lambda module, args: (args[0] * factor, *args[1:])  # noqa: E731
-        self.hooks.append(self.net.proj_out.register_forward_pre_hook(hook, prepend=factor > 1))
-
-    def hook_removed(self, factor):
-        if self.hooks:
-            self.hooks.pop().remove()
+        self.block.ff.register_forward_hook(hook)
 
     def hook_with_a_strength(self, factor):
         strength = self.strength
-        self.hooks.append(self.net.proj_out.register_forward_hook(lambda module, args, output: output * strength[0]))
+        self.net.proj_out.register_forward_hook(lambda module, args, output: output * strength[0])
 
     def hook_strength(self, factor):
         self.strength[0] = factor
@@ -440,11 +380,10 @@ class Edited:
 
 
 KINDS = ("weight_", "adapter_", "hook_", "attribute_", "dtype_")
-EDITS = [*(name for name in vars(Edited) if name.startswith(KINDS)), "argument"]
-WRITES = [_counted, _uncounted, _through_numpy, _through_dlpack, _swapped]
+EDITS = [name for name in vars(Edited) if name.startswith(KINDS)]
 # Refused with every configuration, and where ranks hold parts of the weights.
-REFUSED = ("adapter_added",)
-REFUSED_IN_PARTS = ("adapter_", "weight_", "dtype_")
+REFUSED = ("adapter_added", "hook_")
+REFUSED_IN_PARTS = ("adapter_", "weight_", "dtype_", "hook_")
 
 
 def edited_model(edits):
@@ -464,21 +403,15 @@ def random_edits(followers, config, seed, count):
     followers.parallelize(edited.net, config)
     for _ in range(count):
         name, factor = str(random.choice(EDITS)), float(random.uniform(0.8, 1.25))
-        write = WRITES[random.integers(len(WRITES))]
-        if name == "argument":
-            write(given["hidden_states"])
-            given["hidden_states"] /= given["hidden_states"].std()
-        else:
-            edits.append((name, factor))
-            getattr(alone, name)(factor)
+        edits.append((name, factor))
+        getattr(alone, name)(factor)
         call_of_all = {
             key: value.to(alone.net.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for key, value in given.items()
         }
         refusal = None
         try:
-            if name != "argument":
-                getattr(edited, name)(factor)
+            getattr(edited, name)(factor)
             output = edited.net(**call_of_all)[0]
         except ditmesh.InputError as error:
             refusal = error
@@ -492,7 +425,7 @@ def random_edits(followers, config, seed, count):
             followers.parallelize(edited.net, config)
             output = edited.net(**call_of_all)[0]
         error = relative_error(output, alone.net(**call_of_all)[0])
-        assert error <= 1e-5, (config, seed, edits, name, write.__name__, error)
+        assert error <= 1e-5, (config, seed, edits, error)
     return refused
 
 

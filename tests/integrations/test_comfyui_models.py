@@ -145,7 +145,7 @@ def test_wrappers_of_other_nodes_run_once_and_here(node: Any) -> None:
 
 @pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("patch", [mixing, turned, Outside()], ids=["mixes tokens", "turns them", "keeps their mean"])
-def test_patches_between_blocks_see_all_tokens(node: Any, patch: Any, check: bool) -> None:
+def test_patches_between_blocks_see_all_tokens(node: Any, patch: Any) -> None:
     """Tokens that leave a block are gathered where an operation asks for others than a rank has."""
     plain = Patcher(Base())
     patched = plain.replace_block(1, patch)
@@ -153,8 +153,8 @@ def test_patches_between_blocks_see_all_tokens(node: Any, patch: Any, check: boo
     assert relative_error(truth, sample(plain)) > 1e-3
     for settings in ("ulysses=2", "ring=2"):
         # Also after calls without the patch, when the layout is known.
-        sample(parallel(node, plain, settings, check=check))
-        assert relative_error(sample(parallel(node, patched, settings, check=check)), truth) <= 1e-5
+        sample(parallel(node, plain, settings))
+        assert relative_error(sample(parallel(node, patched, settings)), truth) <= 1e-5
 
 
 # A node that ComfyUI imports by the path of its file.

@@ -8,18 +8,16 @@ leaves its identity and its version as they were.
 from __future__ import annotations
 
 import functools
-import os
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from itertools import filterfalse
 from operator import is_
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..core.digests import tensor_digest
 from ..core.patching import is_patch
@@ -35,7 +33,7 @@ PACKAGE = __name__.partition(".")[0]
 # those by which it is parallelised here.
 _INTERNAL = (frozenset(vars(nn.Module())) - {"training"}) | {ENGINE, FOLLOWED, COPY, REDUCE, "_compiled_call_impl"}
 
-# What a module's state consists of, by kind; the keys of `ModuleChange`.
+# What a module's state consists of, by kind; all but hooks are keys of `ModuleChange`.
 PARAMETERS, BUFFERS, ATTRIBUTES, HOOKS = "_parameters", "_buffers", "attributes", "hooks"
 
 _BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"
@@ -45,24 +43,10 @@ _FLAGS = {
     _AFTER: ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 }
 
+_AGAIN = "call ditmesh.restore(...) on it, and parallelize it again with ditmesh.Followers.parallelize(...)"
+
 # Types of values that are compared as they are.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
-
-
-class Hook(NamedTuple):
-    """A hook of the program.
-
-    Attributes:
-        kind: the dictionary of the module in which it stands.
-        hook: the function.
-        flags: the dictionaries of flags in which it stands besides.
-        place: number of ditmesh's own hooks before it.
-    """
-
-    kind: str
-    hook: Callable[..., Any]
-    flags: tuple[str, ...]
-    place: int
 
 
 class ModuleChange(NamedTuple):
@@ -70,7 +54,7 @@ class ModuleChange(NamedTuple):
 
     Attributes:
         module: its number.
-        values: new parameters, buffers and attributes; under `HOOKS` all hooks of the program.
+        values: new parameters, buffers and attributes.
         gone: kinds and names of what is not there any more.
     """
 
@@ -166,10 +150,14 @@ class CopiedModule:
         for number, (seen, new) in enumerate(zip(self._seen, now, strict=True)):
             changed = [key for key, value in new.items() if key not in seen or seen[key] != value]
             gone = tuple(key for key in seen if key not in new)
+            if HOOKS in (kind for kind, _ in (*changed, *gone)):
+                raise InputError(
+                    f"a hook of {self._path(number)} has changed after it was copied to the other ranks; {_AGAIN}"
+                )
             for key in changed:
                 if isinstance(new[key], _Unreadable):
                     raise InputError(
-                        f"{self._name(number, key)} has changed and cannot be sent to the other ranks "
+                        f"{self._path(number, key[1])} has changed and cannot be sent to the other ranks "
                         f"({new[key].reason}); take it off, or give it a value that can be pickled"
                     )
             if changed or gone:
@@ -177,24 +165,23 @@ class CopiedModule:
                 changes.append(ModuleChange(number, {key: values[key] for key in changed}, gone))
         return changes
 
-    def _name(self, number: int, key: tuple[str, str]) -> str:
-        path = next(name for name, one in self.module.named_modules() if one is self._order[number])
-        kind, name = key
-        return f"a hook of {path or type(self.module).__name__}" if kind == HOOKS else f"{path}.{name}".lstrip(".")
+    def _path(self, number: int, name: str = "") -> str:
+        """The path of a module, or of an entry of it."""
+        path = next(path for path, module in self.module.named_modules() if module is self._order[number])
+        return f"{path}.{name}".strip(".") or type(self.module).__name__
 
     def _check(self) -> None:
         """Refuse what a copy cannot be given later."""
         name = type(self.module).__name__
-        again = "call ditmesh.restore(...) on it, and parallelize it again with ditmesh.Followers.parallelize(...)"
         if _structure(self.module) != self._structure:
-            raise InputError(f"this {name} has other modules than when it was copied, or compiled ones; {again}")
+            raise InputError(f"this {name} has other modules than when it was copied, or compiled ones; {_AGAIN}")
         for kind, functions in self._classes.items():
             now = _functions(kind)
             changed = next((key for key in {**functions, **now} if functions.get(key) is not now.get(key)), None)
             if changed is not None:
                 raise InputError(
                     f"{changed!r} of the class {kind.__name__} was replaced after this {name} was copied to the other "
-                    f"ranks, which have the class as it was; replace it on the instance, or {again}"
+                    f"ranks, which have the class as it was; replace it on the instance, or {_AGAIN}"
                 )
         everywhere = nn.modules.module
         for hook in (*everywhere._global_forward_pre_hooks.values(), *everywhere._global_forward_hooks.values()):
@@ -293,16 +280,11 @@ class _Pickled(NamedTuple):
 
 
 def _structure(module: nn.Module) -> list[tuple[str, int, type, bool]]:
-    """Path, identity and class of every module, and whether it is compiled."""
+    """Path, identity and class (not one that stands in for it) of every module, and whether it is compiled."""
     return [
-        (path, id(one), next(filter(_is_own, type(one).__mro__)), one._compiled_call_impl is not None)
+        (path, id(one), next(filterfalse(is_stand_in, type(one).__mro__)), one._compiled_call_impl is not None)
         for path, one in module.named_modules(remove_duplicate=False)
     ]
-
-
-def _is_own(kind: type) -> bool:
-    """True if a class is the program's: not one that stands in for it."""
-    return not is_stand_in(kind)
 
 
 def _classes(modules: Sequence[nn.Module]) -> set[type]:
@@ -342,17 +324,15 @@ def _hooks_of(one: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
         yield (HOOKS, ""), hooks
 
 
-def _hooks(module: nn.Module) -> list[Hook]:
-    """The hooks of the program on a module."""
-    hooks = []
-    for kind, flags in _FLAGS.items():
-        place = 0
-        for key, hook in vars(module)[kind].items():
-            if is_ours(hook):
-                place += 1
-            else:
-                hooks.append(Hook(kind, hook, tuple(flag for flag in flags if key in vars(module)[flag]), place))
-    return hooks
+def _hooks(module: nn.Module) -> list[tuple[str, Callable[..., Any], list[str]]]:
+    """The hooks of the program on a module: the dictionary, the function, and the flags of each."""
+    state = vars(module)
+    return [
+        (kind, hook, [flag for flag in flags if key in state[flag]])
+        for kind, flags in _FLAGS.items()
+        for key, hook in state[kind].items()
+        if not is_ours(hook)
+    ]
 
 
 def is_ours(hook: Any) -> bool:
@@ -389,59 +369,12 @@ def _words(value: Any) -> str:
     return f"{named.__qualname__} of {getattr(named, '__module__', '?')}"
 
 
-def applied(module: nn.Module, changes: Sequence[ModuleChange]) -> None:
+def apply_changes(module: nn.Module, changes: Sequence[ModuleChange]) -> None:
     """Bring a copy to the module's present state."""
     order = list(module.modules())
     for change in changes:
-        submodule = order[change.module]
+        state = vars(order[change.module])
         for (kind, name), value in change.values.items():
-            if kind == HOOKS:
-                _put_hooks(submodule, value)
-            else:
-                (vars(submodule) if kind == ATTRIBUTES else vars(submodule)[kind])[name] = value
+            (state if kind == ATTRIBUTES else state[kind])[name] = value
         for kind, name in change.gone:
-            if kind == HOOKS:
-                _put_hooks(submodule, ())
-            else:
-                (vars(submodule) if kind == ATTRIBUTES else vars(submodule)[kind]).pop(name, None)
-
-
-def _put_hooks(module: nn.Module, hooks: Sequence[Hook]) -> None:
-    """Replace the program's hooks on a module; ditmesh's own stay where they are among them."""
-    for kind, flags in _FLAGS.items():
-        held, state = vars(module)[kind], [vars(module)[flag] for flag in flags]
-        ours = [(key, hook, [key in flag for flag in state]) for key, hook in held.items() if is_ours(hook)]
-        for kept in (held, *state):
-            kept.clear()
-        new = [hook for hook in hooks if hook.kind == kind]
-        for place in range(len(ours) + 1):
-            for hook in new:
-                if hook.place == place or (hook.place > place == len(ours)):
-                    key = RemovableHandle(held).id
-                    held[key] = hook.hook
-                    for flag in hook.flags:
-                        vars(module)[flag][key] = True
-            if place < len(ours):
-                key, function, marks = ours[place]
-                held[key] = function
-                for flag, marked in zip(state, marks, strict=True):
-                    if marked:
-                        flag[key] = True
-
-
-def names_by_value(folders: Sequence[str]) -> list[Any]:
-    """Modules of plug-ins in these folders that another process could not import by their names."""
-    import importlib.util
-
-    modules = []
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not file or not any(os.path.abspath(file).startswith(os.path.abspath(one) + os.sep) for one in folders):
-            continue
-        try:
-            known = importlib.util.find_spec(name.partition(".")[0]) is not None and name.isidentifier()
-        except (ImportError, ValueError, AttributeError):
-            known = False
-        if not known:
-            modules.append(module)
-    return modules
+            (state if kind == ATTRIBUTES else state[kind]).pop(name, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import sys
 import threading
 import uuid
@@ -27,8 +28,9 @@ from ..engine.targets import FOLLOWED, device_of, refuse_twice
 from ..errors import ConfigError, InputError
 from ..launch import DeviceChoice
 from ..launch.failures import Failure, of_exception
-from .calls import CallFollower, CallLead, raise_first
-from .copies import CopiedModule, ModuleChange, applied, take_off_hooks
+from .calls import Modes, begin, followed_call, raise_first
+from .copies import CopiedModule, ModuleChange, apply_changes, take_off_hooks
+from .messages import pack_call, take_call
 from .objects import Parcel, open_parcel, pack_parcel
 from .processes import HostedRanks
 
@@ -185,10 +187,6 @@ class Followers:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        state = f"closed: {self.reason}" if self.closed else f"{len(self.models)} models"
-        return f"Followers({self.world_size} on {self.device}, {state})"
-
     def refuse_inherited(self) -> None:
         """Refuse to go on in a fork of the process that has the ranks."""
         self._pool.refuse_inherited()
@@ -224,7 +222,6 @@ class FollowedModule(ABC):
         module: it.
         closed: whether the copies are gone.
         mesh: of all ranks.
-        lead: what sends calls.
     """
 
     def __init__(self, followers: Followers, module: nn.Module) -> None:
@@ -232,6 +229,11 @@ class FollowedModule(ABC):
         self._key, self._copied = uuid.uuid4().hex, CopiedModule(module)
         # The pipeline's call in which the content of the copies was compared.
         self._run: object = None
+        # The number of steps of a request that the next call begins; and whether the program tells when one begins.
+        self._begins: tuple[int | None] | None = None
+        self._requests_told = False
+        # The thread in a call that was sent.
+        self._lock, self._caller = threading.Lock(), None
         with pack_parcel(module, followers.device) as parcel:
             followers.both(_nothing, _take_model, self._key, parcel)
 
@@ -241,14 +243,12 @@ class FollowedModule(ABC):
         begin: Callable[[Mesh], Any],
         begin_copy: Callable[..., Failure | None],
         *args: Any,
-        engine: Callable[[], Any],
     ) -> None:
         """Join all ranks in a mesh, and prepare the module and its copies for calls.
 
         Args:
             begin: called here with the mesh, which is closed if this raises.
             begin_copy: called on the other ranks with the copy's key, ``config``, the mesh's deadline and ``args``.
-            engine: as for `CallLead`.
         """
         followers, module = self.followers, self.module
 
@@ -271,8 +271,16 @@ class FollowedModule(ABC):
         # The others' meshes end with their copies.
         self._drop = weakref.finalize(self, followers.dropped.append, (self._key, self.mesh.close))
         self._drop.atexit = False
-        self.lead = CallLead(type(module).__name__, self.mesh, engine)
         self._copied.note()
+
+    @property
+    def inside(self) -> bool:
+        """True if this thread is in a call that was sent: nested calls are a part of it."""
+        return self._caller == threading.get_ident()
+
+    def begin_request(self, steps: int | None = None) -> None:
+        """Let the next call begin a request of its own, on all ranks; see `Engine.begin_request`."""
+        self._begins, self._requests_told = (steps,), True
 
     def update(self, rewritten: Collection[str] = (), read: bool = True) -> None:
         """Bring the copies to the module's present state. Calls do this by themselves.
@@ -317,25 +325,41 @@ class FollowedModule(ABC):
             rewritten: names of parameters to compare by content also in the middle of a run.
 
         Raises:
-            InputError: the module is being trained, or has changed in a way that copies cannot be given.
-            Exception: whatever the call raises, here or on another rank.
+            InputError: the module is being trained, or has changed in a way that copies cannot be given; an argument
+                cannot be sent; or another thread is in such a call.
+            Exception: whatever the call raises, here or, if it was first, on another rank.
             RankFailed: a rank was lost; the ranks have ended.
         """
-        if self.lead.inside:
+        if self.inside:
             return proceed(*args, **kwargs)
         self.followers.refuse_inherited()
         self._refuse_training()
-        with self.lead.alone(), self.followers.turn, _threads_of(self.followers):
+        with self._alone(), self.followers.turn, _threads_of(self.followers):
             # A run is a request that the program has told of, or one call of a pipeline. Elsewhere each call is one.
             run = _pipeline_run()
             begins = run is None or run is not self._run
-            self.update(rewritten, self.lead.begins_request if self.lead.requests_told else begins)
+            self.update(rewritten, self._begins is not None if self._requests_told else begins)
             self._run = run
             try:
-                return self.lead.call(self._ask, proceed, args, kwargs, for_others)
+                return self._call_on_all(proceed, args, kwargs, *(for_others or (args, kwargs)))
             finally:
                 if not self.closed:
                     self._copied.note()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Prepare and make a call, within the ``with`` block."""
+        if not self._lock.acquire(blocking=False):
+            raise InputError(
+                f"{type(self.module).__name__} is at work in another thread, and its ranks do one thing at a time, in "
+                "one order; call it in one thread after the other"
+            )
+        self._caller = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._caller = None
+            self._lock.release()
 
     def _refuse_training(self) -> None:
         module = self.module
@@ -346,14 +370,39 @@ class FollowedModule(ABC):
                 "train with ditmesh.parallelize(...) under torchrun"
             )
 
-    def _ask(self, content: bytes, here: Callable[[], T]) -> T:
-        """Make a call here and, from its content, on the copies; a failure ends the request on the mesh."""
+    def _call_on_all(
+        self,
+        proceed: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        others_args: tuple[Any, ...],
+        others_kwargs: dict[str, Any],
+    ) -> Any:
+        """Make a call here and on the copies; a failure ends the request on the mesh."""
+        arguments = {**{f"argument {place}": value for place, value in enumerate(others_args)}, **others_kwargs}
+        packed, send = pack_call(self.mesh, arguments)
+        begins, modes = self._begins, Modes.here(self.mesh.device)
+
+        def here() -> Any:
+            self._begins = None
+            with followed_call(type(self.module).__name__, self.mesh):
+                send()
+                if begins is not None:
+                    begin(self.engine(), *begins)
+                return proceed(*args, **kwargs)
+
         try:
-            return self.followers.both(here, _follow_call, self._key, content)[0][1]
+            with torch.no_grad():
+                content = pickle.dumps((modes, begins, packed))
+                return self.followers.both(here, _follow_call, self._key, content)[0][1]
         except BaseException:
             if not self.followers.closed:
                 self.mesh.fail_request()
             raise
+
+    @abstractmethod
+    def engine(self) -> Any:
+        """The engine in force; before a first call that shows the layout, what stands in its place."""
 
     def close(self) -> None:
         """Drop the copies, and leave the module as it was before. Harmless if that is done, and in a fork."""
@@ -382,7 +431,7 @@ class FollowedModel(FollowedModule):
             parallelize(model, config, mesh=mesh, **options)
             engine_of(model).own_mesh()
 
-        self._begin(config, begin, _begin_following, options, engine=lambda: engine_of(model))
+        self._begin(config, begin, _begin_following, options)
         vars(model)[FOLLOWED] = self
         # What puts hooks back, and patches, when the model wakes.
         self._asleep: ExitStack | None = None
@@ -399,6 +448,10 @@ class FollowedModel(FollowedModule):
             self._class = PipelineCall(self.module, torch.compiler.disable(around))
 
     call = FollowedModule.call_on_all
+
+    def engine(self) -> Any:
+        """As of any parallelised model."""
+        return engine_of(self.module)
 
     # --- the model for others, in this process ---------------------------------------------------------------
 
@@ -476,14 +529,11 @@ def _restored(model: nn.Module) -> None:
 def _threads_of(followers: Followers) -> Iterator[None]:
     """Compute with as many threads as the other ranks have on the CPU: all share its cores."""
     before = torch.get_num_threads()
-    wanted = followers.threads or before
-    if wanted != before:
-        torch.set_num_threads(wanted)
+    torch.set_num_threads(followers.threads or before)
     try:
         yield
     finally:
-        if wanted != before:
-            torch.set_num_threads(before)
+        torch.set_num_threads(before)
 
 
 def _nothing() -> None:
@@ -494,20 +544,20 @@ def _nothing() -> None:
 
 
 class Copy:
-    """A model's copy on this rank.
+    """A module's copy on this rank.
 
     Attributes:
-        model, device: it, and where it is.
-        follower: what makes the calls that rank 0 sends.
-        mesh: by which they are made.
-        own: whether the mesh belongs to the copy alone, and is closed with it.
+        module, device: it, and where it is.
+        mesh: by which calls are made; ``own``: it belongs to the copy alone, and is closed with it.
+        call: makes the calls that rank 0 sends.
+        engine: as of a `FollowedModule`.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model, self.device = model, device
-        self.follower: CallFollower | None = None
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module, self.device, self.own = module, device, False
         self.mesh: Mesh | None = None
-        self.own = False
+        self.call: Callable[..., Any] = module
+        self.engine: Callable[[], Any] = lambda: None
 
 
 # The copies that this process holds, which is a rank and nothing else.
@@ -541,40 +591,41 @@ def _take_model(key: str, parcel: Parcel) -> None:
 @reported
 def _change_model(key: str, parcel: Parcel) -> None:
     copy = copies[key]
-    changes: list[ModuleChange] = open_parcel(parcel, copy.device, list(copy.model.modules()))
-    applied(copy.model, changes)
+    changes: list[ModuleChange] = open_parcel(parcel, copy.device, list(copy.module.modules()))
+    apply_changes(copy.module, changes)
 
 
 @reported
 def _begin_following(key: str, config: ParallelConfig, timeout: float, options: dict[str, Any]) -> None:
     copy = copies[key]
     mesh = copy.mesh = Mesh(config, copy.device, timeout)
-    model = copy.model
     try:
-        parallelize(model, config, mesh=mesh, **options)
-        engine_of(model).own_mesh()
+        parallelize(copy.module, config, mesh=mesh, **options)
+        engine_of(copy.module).own_mesh()
     except Exception:
         mesh.close()
         raise
-    copy.follower = CallFollower(type(model).__name__, mesh, lambda: engine_of(model), model)
+    copy.engine = functools.partial(engine_of, copy.module)
 
 
 @reported
 def _follow_call(key: str, content: bytes) -> None:
     copy = copies[key]
-    assert copy.follower is not None
-    assert copy.mesh is not None
-    try:
-        copy.follower.run(content)
-    except Exception:
-        copy.mesh.fail_request()
-        raise
+    mesh = copy.mesh
+    assert mesh is not None
+    modes, begins, packed = pickle.loads(content)
+    with followed_call(type(copy.module).__name__, mesh), modes.apply(mesh.device):
+        given = take_call(mesh, packed)
+        if begins is not None:
+            begin(copy.engine(), *begins)
+        args = [given.pop(name) for name in [*given] if name.startswith("argument ")]
+        copy.call(*args, **given)
 
 
 @reported
 def drop_copy(key: str) -> None:
     copy = copies.pop(key, None)
     if copy is not None:
-        _restored(copy.model)
+        _restored(copy.module)
         if copy.own and copy.mesh is not None:
             copy.mesh.close()

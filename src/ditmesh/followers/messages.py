@@ -1,7 +1,6 @@
 """Calls that travel: rank 0's arguments, on all ranks.
 
-All but tensors is pickled. Tensors go over the mesh, in one message; one that every rank has from the call before is
-not sent again. That is told by content: numpy, ``.data`` and CUDA graphs write to tensors without a trace.
+All but tensors is pickled. Tensors go over the mesh, in one message.
 """
 
 from __future__ import annotations
@@ -18,23 +17,16 @@ from torch import Tensor
 
 from ..comm.mesh import Mesh
 from ..core.alignment import rounded_up
-from ..core.digests import tensor_digest
 from ..core.values import as_bytes
 from ..errors import InputError, first_line
 
 
 class _Facts(NamedTuple):
-    """A tensor of a call.
-
-    Attributes:
-        of: number of the tensor of the call before that has its values; None: it is sent.
-        near: whether it lies on the rank's device; else in host memory.
-    """
+    """A tensor of a call; ``near``: it lies on the rank's device, else in host memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     near: bool
-    of: int | None
 
     @property
     def size(self) -> int:
@@ -131,112 +123,67 @@ def from_bytes(data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor
     return data.view(dtype).view(tuple(shape)) if data.numel() else data.new_empty(tuple(shape), dtype=dtype)
 
 
-def _places(facts: Sequence[_Facts]) -> tuple[list[int], int]:
-    """The place in a message at which every tensor begins that is sent, and its length in bytes."""
-    sizes = [0 if one.of is not None else rounded_up(one.size) for one in facts]
-    ends = [*accumulate(sizes)]
-    return [end - size for end, size in zip(ends, sizes, strict=True)], ends[-1] if ends else 0
+def _places(facts: Sequence[_Facts]) -> list[int]:
+    """The place in a message at which every tensor begins, and its length in bytes."""
+    return [0, *accumulate(rounded_up(fact.size) for fact in facts)]
 
 
-class CallSender:
-    """Rank 0's side.
+def pack_call(mesh: Mesh, call: Mapping[str, Any]) -> tuple[bytes, Callable[[], None]]:
+    """A call, by the names of its arguments, as the other ranks are told of it; and what sends its tensors to them.
 
-    Args:
-        mesh: its ranks, of which this one is the first.
+    The latter is collective: the others `take_call`.
+
+    Raises:
+        InputError: a part of it cannot be sent; it is named. Or a gradient is wanted.
     """
+    numbered = NumberedTensors()
+    try:
+        data = _dumped_call(call, numbered)
+    except Exception as error:
+        where, inner = _culprit(call, error)
+        words = f"{where} cannot be sent to the other ranks"
+        if isinstance(inner, InputError):
+            raise InputError(f"{words}: it is {inner}") from error
+        raise InputError(f"{words} ({first_line(inner)}); pass something that can be pickled") from error
+    tensors = numbered.found
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise InputError(
+            "a call that is sent to other ranks passes no gradient on to its arguments; call the model under "
+            "torch.no_grad(), or train with ditmesh.train"
+        )
+    facts = [_Facts(tuple(t.shape), t.dtype, t.device.type == mesh.device.type) for t in tensors]
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        # Content of each tensor of the call before.
-        self._sent: list[tuple[Any, ...]] = []
-        # Bytes of tensors that were sent for the latest call.
-        self.bytes_sent = 0
-
-    def forget(self) -> None:
-        """Send everything in the next call: the state of the others is not known any more."""
-        self._sent = []
-
-    def pack(self, call: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
-        """A call, by the names of its arguments, as the others are told of it, and the tensors for `send`.
-
-        Raises:
-            InputError: a part of it cannot be sent; it is named. Or a gradient is wanted.
-        """
-        tensors = NumberedTensors()
-        try:
-            data = _dumped_call(call, tensors)
-        except Exception as error:
-            where, inner = _culprit(call, error)
-            words = f"{where} cannot be sent to the other ranks"
-            if isinstance(inner, InputError):
-                raise InputError(f"{words}: it is {inner}") from error
-            raise InputError(f"{words} ({first_line(inner)}); pass something that can be pickled") from error
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.found):
-            raise InputError(
-                "a call that is sent to other ranks passes no gradient on to its arguments; call the model under "
-                "torch.no_grad(), or train with ditmesh.train"
-            )
-        contents = [(type(one), one.device.type, tensor_digest(one)) for one in tensors.found]
-        facts = []
-        for number, (tensor, content) in enumerate(zip(tensors.found, contents, strict=True)):
-            near = tensor.device.type == self._mesh.device.type
-            facts.append(_Facts(tuple(tensor.shape), tensor.dtype, near, self._before(number, content)))
-        self._sent = contents
-        return pickle.dumps((data, facts)), [t for t, f in zip(tensors.found, facts, strict=True) if f.of is None]
-
-    def _before(self, number: int, content: tuple[Any, ...]) -> int | None:
-        """Number of the tensor of the call before that has this content."""
-        if number < len(self._sent) and self._sent[number] == content:
-            return number
-        return self._sent.index(content) if content in self._sent else None
-
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send the tensors of a call. Collective: the others `CallReceiver.take` it."""
-        facts = [_Facts(tuple(t.shape), t.dtype, True, None) for t in tensors]
-        places, size = _places(facts)
-        self.bytes_sent = size
-        if size == 0:
-            return
-        message = torch.zeros(size, dtype=torch.uint8, device=self._mesh.device)
-        for tensor, place, one in zip(tensors, places, facts, strict=True):
-            message[place : place + one.size].copy_(as_bytes(tensor))
-        self._mesh.world.broadcast(message, 0)
-
-
-class CallReceiver:
-    """The side of another rank."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._kept: list[Tensor] = []
-
-    def take(self, packed: bytes) -> Any:
-        """The call; its tensors may be written to. Collective."""
-        data, facts = pickle.loads(packed)
-        places, size = _places(facts)
-        device = self._mesh.device
-        message = torch.empty(size, dtype=torch.uint8, device=device)
+    def send() -> None:
+        *places, size = _places(facts)
         if size:
-            self._mesh.world.broadcast(message, 0)
-        tensors = []
-        for place, fact in zip(places, facts, strict=True):
-            if fact.of is not None:
-                tensors.append(self._kept[fact.of])
-                continue
-            tensor = from_bytes(message[place : place + fact.size], fact.shape, fact.dtype)
-            tensors.append(tensor if fact.near else tensor.cpu())
-        self._kept = tensors
-        # Models write to their arguments.
-        return _loaded_call(data, [tensor.clone() for tensor in tensors], device)
+            message = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
+            for tensor, place, fact in zip(tensors, places, facts, strict=True):
+                message[place : place + fact.size].copy_(as_bytes(tensor))
+            mesh.world.broadcast(message, 0)
+
+    return pickle.dumps((data, facts)), send
+
+
+def take_call(mesh: Mesh, packed: bytes) -> dict[str, Any]:
+    """The call of rank 0; its tensors may be written to. Collective."""
+    data, facts = pickle.loads(packed)
+    *places, size = _places(facts)
+    message = torch.empty(size, dtype=torch.uint8, device=mesh.device)
+    if size:
+        mesh.world.broadcast(message, 0)
+    # A copy of each: what is written to one tensor shows on no other.
+    tensors = [
+        from_bytes(message[place : place + fact.size].clone(), fact.shape, fact.dtype)
+        for place, fact in zip(places, facts, strict=True)
+    ]
+    tensors = [tensor if fact.near else tensor.cpu() for tensor, fact in zip(tensors, facts, strict=True)]
+    return _loaded_call(data, tensors, mesh.device)
 
 
 def _culprit(value: Any, error: Exception, where: str = "") -> tuple[str, Exception]:
     """The innermost part of a call that cannot be pickled, by its path, and why."""
-    items: list[tuple[str, Any]] = []
-    if isinstance(value, dict):
-        items = [(f"{where}[{key!r}]" if where else str(key), item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        items = [(f"{where}[{place}]", item) for place, item in enumerate(value)]
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    items = [(f"{where}[{key!r}]" if where else str(key), item) for key, item in entries]
     for path, item in items:
         try:
             _dumped_call(item, NumberedTensors())

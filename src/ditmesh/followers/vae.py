@@ -13,7 +13,6 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..parts.banded import UncuttableOperation
 from ..strategies.vae.parallel import InBands
-from .calls import CallFollower
 from .followers import FollowedModule, Followers, copies, drop_copy, reported
 
 
@@ -40,7 +39,7 @@ class FollowedVae(FollowedModule):
         super().__init__(followers, vae)
         self.vae = vae
         # All ranks together: which axis they are on does not matter.
-        self._begin(ParallelConfig(data=followers.world_size), self._begin_here, _begin_bands, engine=lambda: None)
+        self._begin(ParallelConfig(data=followers.world_size), self._begin_here, _begin_bands)
 
     def _begin_here(self, mesh: Mesh) -> None:
         self._banded = InBands(self.vae, mesh.world)
@@ -67,6 +66,9 @@ class FollowedVae(FollowedModule):
             given = given.clone() if given.is_inference() else given
             return self.call_on_all(call, (given, *args), kwargs, ((name, given, *args), kwargs))
 
+    def engine(self) -> None:
+        """None: requests are of transformers."""
+
     def _end(self) -> None:
         with suppress(Exception):
             if self.followers.closed:
@@ -90,6 +92,4 @@ def _in_bands(banded: InBands, name: str, given: Tensor, *args: Any, **kwargs: A
 def _begin_bands(key: str, config: ParallelConfig, timeout: float) -> None:
     copy = copies[key]
     mesh = copy.mesh = Mesh(config, copy.device, timeout)
-    copy.own = True
-    call = functools.partial(_in_bands, InBands(copy.model, mesh.world))
-    copy.follower = CallFollower(type(copy.model).__name__, mesh, lambda: None, call)
+    copy.own, copy.call = True, functools.partial(_in_bands, InBands(copy.module, mesh.world))
