@@ -10,7 +10,7 @@ What NCCL would take for something else raises `RuleBroken`:
 * A message or collective is matched by its place in the queue. Count, dtype and kind have to agree.
 * Outputs are poisoned at issue (NaN, 0xA5). Buffers may neither be written to nor given back before the end.
 * Ranks of two groups issue their operations in the same order on both; see `EXEMPT`.
-* No int16 and the like, no strides, no tags, no message to the rank itself, no message from any rank, no tensors of
+* No int16 and the like, no strides, no tags, no message to the rank itself, no tensors of
   another device, no pickled objects unless the group carries them over gloo beside, as ``cpu:gloo,cuda:nccl`` does.
 """
 
@@ -27,7 +27,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -346,7 +346,7 @@ class RulesGroup(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
         super().__init__(rank, len(ranks))
-        self.settings = Settings(SETTINGS.mode, SETTINGS.delay, SETTINGS.objects)
+        self.settings = replace(SETTINGS)
         self.ranks, self.name_, self._store, self._timeout = tuple(ranks), name, store, timeout.total_seconds()
         self.links: set[str] = set()
         self.found: list[BaseException] = []
@@ -510,9 +510,6 @@ class RulesGroup(dist.ProcessGroup):
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> _Operation:
         return self._messages([(False, tensors[0], source, tag)])
-
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> _Operation:
-        raise RuleBroken(f"{self.described_name}: NCCL receives from a rank that is named")
 
     def batch(self, moves: Sequence[dist.P2POp]) -> _Operation:
         """One group call: all halves are under way together."""
@@ -720,7 +717,6 @@ class RulesGroup(dist.ProcessGroup):
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
     "AVG": torch.add,
-    "PRODUCT": torch.mul,
     "MIN": torch.minimum,
     "MAX": torch.maximum,
 }

@@ -53,21 +53,6 @@ def _without_wait() -> Iterator[None]:
 
 
 @contextmanager
-def _written() -> Iterator[None]:
-    """What was sent is changed after it was posted."""
-    under_way = Link._under_way
-
-    def changed(self: Link, received: Any, sent: Any, *others: Any) -> Transfer:
-        transfer = under_way(self, received, sent, *others)
-        if sent[0].is_floating_point():
-            sent[0].neg_()
-        return transfer
-
-    with mock.patch.object(Link, "_under_way", changed):
-        yield
-
-
-@contextmanager
 def _freed() -> Iterator[None]:
     """What was sent is let go of after it was posted."""
     over_group, made = Link._over_group, Transfer.__init__
@@ -83,7 +68,7 @@ def _freed() -> Iterator[None]:
 
 
 # Faults in what ditmesh does while messages are under way.
-IN_FLIGHT: dict[str, Callable[[], Any]] = {"wait": _without_wait, "written": _written, "freed": _freed}
+IN_FLIGHT: dict[str, Callable[[], Any]] = {"wait": _without_wait, "freed": _freed}
 
 
 def in_flight(fault: str) -> str:

@@ -6,7 +6,7 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -241,34 +241,42 @@ def training_run(
     Returns:
         Both losses, and what the host waits for in the last step, by owner, file and operation.
     """
-    looks: Counter[str] = Counter()
+    assert unavailable() is None
+    losses, looks = [], Counter()
     optimizer_step = Trainer._optimizer_step
 
-    def run_of(device: FakeDevice | None) -> dict[str, Any]:
-        out = Path(folder, f"out-{device is not None}")
+    def moved(pipe: Any, *_: Any, **__: Any) -> Any:
+        for one in pipe.components.values():
+            if isinstance(one, nn.Module):
+                one.to("cuda")
+        return pipe
+
+    for on_cuda in (False, True):
+        out = Path(folder, f"out-{on_cuda}")
         # What DistributedDataParallel does in C++ knows no fake device.
-        made = configured(settings(Path(folder), out, max_train_steps=steps, sharding="none", **config))
+        plain = {} if config.get("reproducible") else {"sharding": "none"}
+        given = settings(Path(folder), out, max_train_steps=steps, **plain, **config)
+        made = configured(given)
         pipe = DiffusionPipeline.from_pretrained(find(made.pretrained_model_name_or_path))
+        with cuda() if on_cuda else nullcontext() as device, ExitStack() as stack:
+            # To observe a pipeline is to look at values, which fake tensors do not have.
+            stack.enter_context(mock.patch("ditmesh.train.trainer.ObservedFamily", family_by_hand))
+            if device is not None:
+                stack.enter_context(mock.patch.object(DiffusionPipeline, "to", moved))
 
-        def step(self: Trainer, *given: Any) -> Any:
-            if device is None:
-                return optimizer_step(self, *given)
-            device.looks.clear()
-            done = optimizer_step(self, *given)
-            looks.clear()
-            looks.update(f"{one.owner} {one.place.partition(':')[0]} {one.operation}" for one in device.looks)
-            return done
+            def step(self: Trainer, *given: Any, device: Any = device) -> Any:
+                if device is not None:
+                    device.looks.clear()
+                done = optimizer_step(self, *given)
+                if device is not None:
+                    looks.clear()
+                    looks.update(f"{x.owner} {x.place.partition(':')[0]} {x.operation}" for x in device.looks)
+                return done
 
-        # To observe a pipeline is to look at values, which fake tensors do not have.
-        with (
-            mock.patch("ditmesh.train.trainer.ObservedFamily", family_by_hand),
-            mock.patch.object(Trainer, "_optimizer_step", step),
-            Trainer(made, pipe, "cpu" if device is None else "cuda", timeout=100.0) as trainer,
-        ):
-            return {"losses": list(trainer.run().losses.values())}
-
-    truth, found, _ = both(run_of)
-    return truth["losses"].tolist(), found["losses"].tolist(), dict(looks)
+            stack.enter_context(mock.patch.object(Trainer, "_optimizer_step", step))
+            trainer = stack.enter_context(Trainer(made, pipe, "cuda" if on_cuda else "cpu", timeout=100.0))
+            losses.append(list(trainer.run().losses.values()))
+    return losses[0], losses[1], dict(looks)
 
 
 def whole_run(given: dict[str, Any]) -> tuple[dict[int, float], list[str], list[str]]:

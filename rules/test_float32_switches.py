@@ -1,14 +1,16 @@
-"""torch's old and new switches of TF32, and dtypes that NCCL carries: what fails on a GPU is found on a CPU."""
+"""Switches of TF32, old and new, dtypes that NCCL carries, names of variables: what a GPU would refuse."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from ditmesh.comm import Link, Traffic
+from ditmesh.launch.nccl import nccl_settings
 
 SCRIPT = """
 import sys, torch
@@ -67,3 +69,12 @@ def test_links_refuse_what_nccl_does_not_carry():
         link.shift([tensor], [(3,)])
     with pytest.raises(AssertionError, match=r"NCCL does not carry torch\.int16"):
         link.all_to_all([[tensor], [tensor]], [[(3,)], [(3,)]])
+
+
+def test_torch_reads_what_is_set():
+    """Variables that are set for torch have the names that it reads; the others are NCCL's own and cuBLAS'."""
+    own = {"NCCL_SOCKET_IFNAME", "NCCL_LAUNCH_ORDER_IMPLICIT", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"}
+    headers = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "distributed" / "c10d"
+    text = "".join(path.read_text(encoding="utf-8") for path in headers.rglob("*.hpp"))
+    for name in nccl_settings(600.0).keys() - own:
+        assert f'"{name}"' in text, name
