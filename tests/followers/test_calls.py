@@ -278,7 +278,7 @@ class Edited:
         adapter = LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, target_modules=["to_q", "to_k", "to_v"])
         self.net.add_adapter(adapter, adapter_name="x")
         self.block.attn.processor = Scaled(self.block.attn.processor)
-        self.fused, self.strength = False, [1.1]
+        self.hooks, self.fused, self.strength = [], False, [1.1]
 
     @property
     def block(self):
@@ -352,11 +352,19 @@ class Edited:
 
     def hook_after(self, factor):
         hook = lambda module, args, output: output * factor  # noqa: E731
-        self.block.ff.register_forward_hook(hook)
+        self.hooks.append(self.block.ff.register_forward_hook(hook))
+
+    def hook_before(self, factor):
+        hook = lambda module, args: (args[0] * factor, *args[1:])  # noqa: E731
+        self.hooks.append(self.net.proj_out.register_forward_pre_hook(hook, prepend=factor > 1))
+
+    def hook_removed(self, factor):
+        if self.hooks:
+            self.hooks.pop().remove()
 
     def hook_with_a_strength(self, factor):
         strength = self.strength
-        self.net.proj_out.register_forward_hook(lambda module, args, output: output * strength[0])
+        self.hooks.append(self.net.proj_out.register_forward_hook(lambda module, args, output: output * strength[0]))
 
     def hook_strength(self, factor):
         self.strength[0] = factor
@@ -382,8 +390,8 @@ class Edited:
 KINDS = ("weight_", "adapter_", "hook_", "attribute_", "dtype_")
 EDITS = [name for name in vars(Edited) if name.startswith(KINDS)]
 # Refused with every configuration, and where ranks hold parts of the weights.
-REFUSED = ("adapter_added", "hook_")
-REFUSED_IN_PARTS = ("adapter_", "weight_", "dtype_", "hook_")
+REFUSED = ("adapter_added",)
+REFUSED_IN_PARTS = ("adapter_", "weight_", "dtype_")
 
 
 def edited_model(edits):

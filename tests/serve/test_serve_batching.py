@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,17 +16,26 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 
+import ditmesh
 from ditmesh import zoo
 from ditmesh.config import ParallelConfig
+from ditmesh.core.digests import weights_fingerprint
+from ditmesh.core.files import digest_of_file
 from ditmesh.errors import InputError, RankFailed
+from ditmesh.generate.model_info import find_model
 from ditmesh.generate.outputs import outputs_of
 from ditmesh.generate.preview import LatentColours, preview_jpeg
 from ditmesh.generate.receipt import read_receipt
 from ditmesh.generate.steps import loop_steps
 from ditmesh.launch import RankPool
+from ditmesh.recipe import RECIPE, keeps_between_steps
 from ditmesh.serve.offers import ModelSpec
+from ditmesh.serve.worker import worker
+from ditmesh.serve.worker.batching import Batcher
+from ditmesh.serve.worker.loaded import LoadedModel
 from ditmesh.serve.worker.protocol import (
     Beat,
     Cancel,
@@ -52,6 +62,7 @@ from support.batching import (
     staggered,
     task,
 )
+from support.pipelines import MAKERS
 
 TOLERANCE = 1e-4  # after some steps; float32
 EMOJI = ModelSpec("emoji", str(zoo.path()))
@@ -65,11 +76,14 @@ def spec(**config: Any) -> ModelSpec:
 
 # --- calls that are joined ---------------------------------------------------------------------------------------
 
-IN_THE_MATRIX = [pytest.param(config, marks=pytest.mark.matrix) for config in ({"cfg": 2}, {"data": 2})]
+IN_THE_MATRIX = [
+    pytest.param(name, branches, config, marks=pytest.mark.matrix)
+    for name, branches in (("wan", 2), ("dit", 1))
+    for config in ({}, {"ulysses": 2}, {"cfg": 2}, {"data": 2})
+]
 
 
-@pytest.mark.parametrize("config", [{}, {"ulysses": 2}, *IN_THE_MATRIX], ids=str)
-@pytest.mark.parametrize(("name", "branches"), [("wan", 2), ("dit", 1)])
+@pytest.mark.parametrize(("name", "branches", "config"), [("dit", 1, {}), ("wan", 2, {"ulysses": 2}), *IN_THE_MATRIX])
 def test_requests_that_join_at_a_step_are_drawn_as_alone(ranks, name, branches, config):
     """A call a branch and step for all that run, not for each; Wan calls its transformer for every branch."""
     for found in ranks(2 if config else 1).run(staggered, name, config, [6, 4, 5]):
@@ -92,16 +106,19 @@ def test_requests_have_the_same_bits_as_alone_in_reproducible_mode(ranks):
 # --- the loop of a server's ranks --------------------------------------------------------------------------------
 
 
-def busy(previews: int = 0) -> Any:
-    """A script: a request, and another one after each of its steps."""
+def busy(message: Any, send: Any) -> None:
+    """A script: a request, and another one after each of its steps; and one that is cancelled."""
+    if isinstance(message, ModelReady):
+        send(task("0", PROMPTS[0], seed=0, previews=2))
+        send(task("cancelled", PROMPTS[0], seed=9))
+    if isinstance(message, TaskStepped) and message.id == "0" and message.step < len(PROMPTS):
+        send(task(str(message.step), PROMPTS[message.step], seed=message.step, previews=2))
+    if isinstance(message, TaskStepped) and (message.id, message.step) == ("cancelled", 2):
+        send(Cancel("cancelled"))
 
-    def script(message: Any, send: Any) -> None:
-        if isinstance(message, ModelReady):
-            send(task("0", PROMPTS[0], seed=0, previews=previews))
-        if isinstance(message, TaskStepped) and message.id == "0" and message.step < len(PROMPTS):
-            send(task(str(message.step), PROMPTS[message.step], seed=message.step, previews=previews))
 
-    return script
+def likeness(one: Any, other: Any) -> float:
+    return float(np.corrcoef(pixels(one).ravel(), pixels(other).ravel())[0, 1])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +128,7 @@ def busy(previews: int = 0) -> Any:
 )
 def test_pictures_of_a_busy_server_are_those_of_one_device(ranks, config, tmp_path):
     pool = ranks(2 if config else 1)
-    said = Owner(busy(previews=2), 4).serve(pool, [spec(**config)])
+    said = Owner(busy, 5).serve(pool, [spec(**config)])
     (ready,) = of(said, ModelReady)
     assert ready.card["batching"]
     assert ready.card["why"] == ""
@@ -125,39 +142,20 @@ def test_pictures_of_a_busy_server_are_those_of_one_device(ranks, config, tmp_pa
     assert max(one.batch for one in of(said, TaskStepped)) >= 6
     previews = of(said, Preview)
     assert {one.step for one in previews} == {2, 4}
-    assert Image.open(io.BytesIO(previews[0].jpeg)).size == (previews[0].width, previews[0].height)
+    # A preview shows its image, and no other.
+    last = of(said, Preview, "0")[-1]
+    shown = Image.open(io.BytesIO(last.jpeg))
+    assert shown.size == (last.width, last.height)
+    own, other = (Image.fromarray(alone(PROMPTS[n], n).astype(np.uint8)).resize(shown.size) for n in (0, 3))
+    assert likeness(shown, own) > max(0.75, likeness(shown, other) + 0.1)
+    (cancelled,) = of(said, Cancelled)
+    assert 2 <= cancelled.step <= 3
+    assert len(of(said, TaskStepped, "cancelled")) == cancelled.step
     (finished,) = of(said, Finished, "2")
     (tmp_path / "2.png").write_bytes(finished.data)
     receipt = read_receipt(tmp_path / "2.png")
     assert (receipt.seed, receipt.prompt, receipt.steps, receipt.together) == (2, PROMPTS[2], STEPS, 1)
     assert len(of(said, Beat)[-1].ranks) == pool.world_size
-
-
-def test_a_preview_shows_the_picture(ranks):
-    said = Owner(at_once(task("0", PROMPTS[0], previews=1)), 1).serve(ranks(1), [EMOJI])
-    last = of(said, Preview)[-1]
-    small = Image.fromarray(picture(said, "0").astype(np.uint8)).resize((last.width, last.height))
-    shown = Image.open(io.BytesIO(last.jpeg))
-
-    def likeness(one: Any, other: Any) -> float:
-        return float(np.corrcoef(pixels(one).ravel(), pixels(other).ravel())[0, 1])
-
-    other = Image.fromarray(alone(PROMPTS[3], 3).astype(np.uint8)).resize(shown.size)
-    assert likeness(shown, small) > max(0.8, likeness(shown, other) + 0.1)
-
-
-def test_a_task_is_cancelled_at_the_next_step(ranks):
-    def script(message: Any, send: Any) -> None:
-        at_once(task("0", PROMPTS[0]), task("1", PROMPTS[1], seed=1), task("2", PROMPTS[2], seed=2))(message, send)
-        if isinstance(message, TaskStepped) and (message.id, message.step) == ("1", 2):
-            send(Cancel("1"))
-
-    said = Owner(script, 3).serve(ranks(2), [spec(ulysses=2)])
-    (cancelled,) = of(said, Cancelled)
-    assert 2 <= cancelled.step <= 3
-    assert len(of(said, TaskStepped, "1")) == cancelled.step
-    for n in (0, 2):
-        assert abs(picture(said, str(n)) - alone(PROMPTS[n], n)).max() <= 1
 
 
 def test_adapters_are_on_for_their_own_requests_alone(ranks, tmp_path):
@@ -176,10 +174,10 @@ def test_adapters_are_on_for_their_own_requests_alone(ranks, tmp_path):
         pipe.set_adapters([f"lora{n}" for n in range(len(asked[id]))], [one.get("scale", 1.0) for one in asked[id]])
         alone.cache_clear()
         truths[id] = alone(PROMPTS[0], 0)
-        digests[id] = fingerprint(pipe)
+        digests[id] = weights_fingerprint(pipe)
         pipe.unload_lora_weights()
     alone.cache_clear()
-    digests["0"] = fingerprint(pipe)
+    digests["0"] = weights_fingerprint(pipe)
     for id, truth in truths.items():
         assert abs(picture(said, id) - truth).max() <= 1
         (finished,) = of(said, Finished, id)
@@ -191,32 +189,8 @@ def test_adapters_are_on_for_their_own_requests_alone(ranks, tmp_path):
     assert min(abs(truths[a] - truths[b]).max() for a, b in (("0", "1"), ("0", "2"), ("1", "2"))) > 20
 
 
-def fingerprint(pipe: Any) -> str:
-    from ditmesh.core.digests import weights_fingerprint
-
-    return weights_fingerprint(pipe)
-
-
-def test_a_task_that_cannot_be_done_fails_alone(ranks):
-    wrong = [
-        task("lora", PROMPTS[1], loras=({"name": "none"},)),
-        task("size", PROMPTS[1], width=66, height=64),
-        task("input", PROMPTS[1], inputs=({"role": "image", "digest": "0" * 64},)),
-        task("frames", PROMPTS[1], frames=5),
-    ]
-    said = Owner(at_once(task("0", PROMPTS[0]), *wrong), 5).serve(ranks(2), [spec(ulysses=2)])
-    failed = {one.id: one for one in of(said, TaskFailed)}
-    assert failed.keys() == {"lora", "size", "input", "frames"}
-    assert {one.code for one in failed.values()} == {"invalid_request"}
-    assert "66x64" in failed["size"].message
-    assert abs(picture(said, "0") - alone(PROMPTS[0], 0)).max() <= 1
-
-
 def serve_odd(specs: Any, *, report: Any) -> None:
     """As `serve_rank`; of the second image nothing can be said, and the third is something else."""
-    from ditmesh.serve.worker import worker
-    from ditmesh.serve.worker.loaded import LoadedModel
-
     receipt, asked = LoadedModel.receipt, []
 
     def odd_images(output: Any) -> Any:
@@ -231,27 +205,34 @@ def serve_odd(specs: Any, *, report: Any) -> None:
             raise LookupError("on purpose")
         return receipt(*of)
 
-    worker.outputs_of, LoadedModel.receipt = odd_images, odd_receipt
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "outputs_of", odd_images)
+        patch.setattr(LoadedModel, "receipt", odd_receipt)
         worker.serve_rank(specs, report=report)
-    finally:
-        worker.outputs_of, LoadedModel.receipt = outputs_of, receipt
 
 
-def test_what_is_wrong_with_an_output_fails_its_task_and_no_replica(ranks):
-    tasks = [task(str(n), PROMPTS[n % 3], seed=n, previews=1) for n in range(3)]
-    infinite = task("nan", PROMPTS[0], guidance=3e38, previews=1)
-    last = task("last", PROMPTS[1], previews=1)
-    waiting = [*tasks, infinite, last]
+def test_what_is_wrong_with_a_task_or_its_output_fails_no_other(ranks):
+    waiting = [task(str(n), PROMPTS[n % 3], seed=n, previews=1) for n in range(3)]
+    waiting += [
+        task("nan", PROMPTS[0], guidance=3e38, previews=1),
+        task("lora", PROMPTS[1], loras=({"name": "none"},)),
+        task("size", PROMPTS[1], width=66, height=64),
+        task("input", PROMPTS[1], inputs=({"role": "image", "digest": "0" * 64},)),
+        task("frames", PROMPTS[1], frames=5),
+        task("last", PROMPTS[1], previews=1),
+    ]
 
     def script(message: Any, send: Any) -> None:
         # One after the other.
         if isinstance(message, (ModelReady, Finished, TaskFailed)) and waiting:
             send(waiting.pop(0))
 
-    said = Owner(script, 5).serve(ranks(2), [spec(ulysses=2)], serve_odd)
+    said = Owner(script, 9).serve(ranks(2), [spec(ulysses=2)], serve_odd)
     failed = {one.id: one for one in of(said, TaskFailed)}
-    assert failed.keys() == {"1", "2", "nan"}
+    asked = ("lora", "size", "input", "frames")
+    assert failed.keys() == {"1", "2", "nan", *asked}
+    assert {failed[id].code for id in asked} == {"invalid_request"}
+    assert "66x64" in failed["size"].message
     assert failed["1"].message == "LookupError: on purpose"
     assert "holds neither images nor videos that can be written" in failed["2"].message
     assert "the latents of the last step are not finite in float32" in failed["nan"].message
@@ -295,15 +276,11 @@ def serve_broken(specs: Any, *, report: Any, rows: int, rank: int, tasks: int) -
 
     No task takes its first step before so many ``tasks`` wait for theirs, whenever they have come.
     """
-    import torch.distributed as dist
-    from diffusers import SD3Transformer2DModel
-
-    from ditmesh.serve.worker.batching import Batcher
-    from ditmesh.serve.worker.worker import TaskScheduler, serve_rank
-
-    whole, whole_round, whole_steps = SD3Transformer2DModel.forward, TaskScheduler.round, Batcher._run_steps
+    kind = diffusers.SD3Transformer2DModel
+    whole, whole_round, whole_steps = kind.forward, worker.TaskScheduler.round, Batcher._run_steps
     served, together = [], []
 
+    @wraps(whole)
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         if hidden_states.shape[0] >= rows and rank in (-1, dist.get_rank()):
             raise torch.OutOfMemoryError(f"CUDA out of memory: no room for {hidden_states.shape[0]} rows")
@@ -320,19 +297,16 @@ def serve_broken(specs: Any, *, report: Any, rows: int, rank: int, tasks: int) -
         together.extend(runs if served else ())
         return whole_steps(self, runs)
 
-    forward.__signature__ = __import__("inspect").signature(whole)
-    SD3Transformer2DModel.forward, TaskScheduler.round, Batcher._run_steps = forward, one_round, steps
-    try:
-        serve_rank(specs, report=report)
-    finally:
-        SD3Transformer2DModel.forward, TaskScheduler.round, Batcher._run_steps = whole, whole_round, whole_steps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "forward", forward)
+        patch.setattr(worker.TaskScheduler, "round", one_round)
+        patch.setattr(Batcher, "_run_steps", steps)
+        worker.serve_rank(specs, report=report)
 
 
 @pytest.mark.parametrize("rank", [pytest.param(-1, marks=pytest.mark.matrix), 1])
 def test_a_batch_for_which_there_is_no_memory_is_made_smaller(ranks, rank):
     """Looking at the model takes 4 rows; 4 requests have 8."""
-    from functools import partial
-
     starts = [task(str(n), PROMPTS[n % 3], seed=n) for n in range(4)]
     broken = partial(serve_broken, rows=6, rank=rank, tasks=4)
     said = Owner(at_once(*starts), 4).serve(ranks(2), [spec(ulysses=2)], broken)
@@ -346,22 +320,16 @@ def test_a_batch_for_which_there_is_no_memory_is_made_smaller(ranks, rank):
 
 def serve_broken_step(specs: Any, *, report: Any, id: str, step: int) -> None:
     """As `serve_rank`; rank 1 has no memory at the end of one step of a task."""
-    import torch.distributed as dist
-
-    from ditmesh.serve.worker.worker import TaskScheduler, serve_rank
-
-    whole = TaskScheduler._stepped
+    whole = worker.TaskScheduler._stepped
 
     def stepped(self: Any, work: Any, model: Any) -> None:
         if (work.task.id, work.step + 1) == (id, step) and dist.get_rank() == 1:
             raise torch.OutOfMemoryError("CUDA out of memory: no room")
         whole(self, work, model)
 
-    TaskScheduler._stepped = stepped
-    try:
-        serve_rank(specs, report=report)
-    finally:
-        TaskScheduler._stepped = whole
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker.TaskScheduler, "_stepped", stepped)
+        worker.serve_rank(specs, report=report)
 
 
 @pytest.mark.parametrize(
@@ -374,8 +342,6 @@ def serve_broken_step(specs: Any, *, report: Any, id: str, step: int) -> None:
 )
 def test_requests_that_keep_something_run_one_after_the_other(ranks, config):
     """One that comes in the middle, one that is cancelled, one that fails on one rank; then two of them again."""
-    from functools import partial
-
     small: dict[str, Any] = {"width": 32, "height": 32}
     starts = {id: task(id, PROMPTS[int(id[0])], seed=int(id[0])) for id in ("0", "0 again", "2", "2 again")}
     starts |= {"1": task("1", PROMPTS[1], seed=1, **small), "3": task("3", PROMPTS[3])}
@@ -410,22 +376,12 @@ def test_requests_that_keep_something_run_one_after_the_other(ranks, config):
 
 def test_what_is_kept_of_a_step_is_one_question():
     """A server and predictions give the same reason; a cache is one as well."""
-    from diffusers import FirstBlockCacheConfig
-
-    import ditmesh
-    from ditmesh.recipe import RECIPE, keeps_between_steps
-    from ditmesh.serve.worker.batching import Batcher
-    from support.pipelines import MAKERS
-
-    stale = ParallelConfig(ring=2, exchange="displaced")
-    kept = keeps_between_steps(RECIPE, stale)
-    assert "of one request" in kept
+    assert "of one request" in keeps_between_steps(RECIPE, ParallelConfig(ring=2, exchange="displaced"))
     assert not keeps_between_steps(RECIPE, ParallelConfig(ulysses=2))
-
     pipe = MAKERS["flux"]()
     with ditmesh.parallelized(pipe, {}):
         assert not Batcher(pipe, pipe).why
-        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+        pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
         kept = keeps_between_steps(RECIPE, ParallelConfig(), [pipe.transformer])
         assert "has a cache" in kept
         assert Batcher(pipe, pipe).why == f"{kept}; requests run one after the other"
@@ -435,7 +391,7 @@ def test_what_is_kept_of_a_step_is_one_question():
 
 @pytest.mark.matrix
 def test_classes_and_several_models(ranks):
-    names = list(zoo_labels("fashion-dit"))
+    names = list(find_model(zoo.path("fashion-dit")).labels)
     fashion = ModelSpec("fashion", str(zoo.path("fashion-dit")), ParallelConfig(ulysses=2))
     labelled = [task(str(n), names[2 + n], model="fashion", seed=3 + n) for n in (1, 3)]
 
@@ -459,8 +415,8 @@ def test_classes_and_several_models(ranks):
 
 def test_a_model_that_cannot_be_loaded_is_named_and_ends_the_ranks():
     owner = Owner(at_once(), 1)
-    with RankPool(2, threads=1, timeout=60.0) as pool, pytest.raises(RankFailed, match="raised InputError"):
-        owner.serve(pool, [replace(spec(ulysses=2), model="/nowhere")])
+    with RankPool(1, threads=1, timeout=60.0) as pool, pytest.raises(RankFailed, match="raised InputError"):
+        owner.serve(pool, [replace(EMOJI, model="/nowhere")])
     (failed,) = of(owner.said, ModelFailed)
     assert "/nowhere" in failed.message
 
@@ -468,12 +424,6 @@ def test_a_model_that_cannot_be_loaded_is_named_and_ends_the_ranks():
 def test_collectives_of_a_served_model_have_the_deadline_of_its_ranks(ranks):
     for found in ranks(2).run(deadlines_of_loaded, spec(ulysses=2)):
         assert found == [120.0, 120.0]
-
-
-def zoo_labels(name: str) -> dict[str, int]:
-    from ditmesh.generate.model_info import find_model
-
-    return find_model(zoo.path(name)).labels
 
 
 @pytest.mark.parametrize(
@@ -486,10 +436,6 @@ def zoo_labels(name: str) -> dict[str, int]:
 )
 def test_input_pictures_and_masks(ranks, config, tmp_path):
     """Another class of pipeline is made of the loaded parts; its steps join those of the model's own."""
-    import diffusers
-
-    from ditmesh.core.files import digest_of_file
-
     source = Image.fromarray(alone(PROMPTS[2], 2).astype(np.uint8))
     source.save(tmp_path / "source.png")
     digest = digest_of_file(tmp_path / "source.png")
@@ -511,21 +457,16 @@ def test_input_pictures_and_masks(ranks, config, tmp_path):
 
 def serve_unlike(specs: Any, *, report: Any) -> None:
     """As `serve_rank`, with files that are not there on rank 1, while rank 0 waits for it to load them."""
-    import torch.distributed as dist
-
-    from ditmesh.serve.worker.loaded import LoadedModel
-    from ditmesh.serve.worker.worker import serve_rank
-
     whole = LoadedModel._load
 
-    def load(self: Any, mesh: Any) -> Any:
+    def load(self: Any, *arguments: Any) -> Any:
         if dist.get_rank() == 1:
             raise InputError("no such file here")
         dist.barrier()
-        return whole(self, mesh)
+        return whole(self, *arguments)
 
     LoadedModel._load = load
-    serve_rank(specs, report=report)
+    worker.serve_rank(specs, report=report)
 
 
 def test_a_rank_that_cannot_load_a_model_alone_fails_at_once():

@@ -9,8 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
 from PIL import Image
 
 import ditmesh
@@ -21,16 +24,7 @@ from ditmesh.serve.types import JobRequest
 from ditmesh.serve.worker.batching import Batcher
 from ditmesh.serve.worker.coroutines import PipelineTask, copied
 from ditmesh.serve.worker.loaded import LoadedModel
-from ditmesh.serve.worker.protocol import (
-    Cancelled,
-    Command,
-    Finished,
-    ModelFailed,
-    ModelReady,
-    Start,
-    Stop,
-    TaskFailed,
-)
+from ditmesh.serve.worker.protocol import Cancelled, Command, Finished, ModelFailed, ModelReady, Start, Stop, TaskFailed
 from ditmesh.serve.worker.rendezvous import HostAllGather
 from ditmesh.serve.worker.worker import serve_rank
 from support.models import relative_error
@@ -39,6 +33,7 @@ from support.more_pipelines import FAMILIES, arguments
 Send = Callable[[Command], None]
 
 STEPS, GUIDANCE = 5, 2.0
+ENDS = (Finished, TaskFailed, Cancelled, ModelFailed)
 
 
 class Owner:
@@ -54,23 +49,18 @@ class Owner:
         self._script, self._tasks = script, tasks
 
     def serve(
-        self,
-        pool: RankPool,
-        specs: Sequence[ModelSpec],
-        function: Callable[..., None] = serve_rank,
-        deadline: float = 300.0,
+        self, pool: RankPool, specs: Sequence[ModelSpec], function: Callable[..., None] = serve_rank
     ) -> list[Any]:
-        """Let all ranks serve for ``deadline`` seconds at most; what rank 0 has reported."""
+        """Let all ranks serve; what rank 0 has reported."""
 
         def hear(rank: int, message: Any) -> None:
             assert rank == 0
             self.said.append(message)
             self._script(message, pool.reply)
-            ended = sum(isinstance(one, (Finished, TaskFailed, Cancelled, ModelFailed)) for one in self.said)
-            if ended == self._tasks and isinstance(message, (Finished, TaskFailed, Cancelled, ModelFailed)):
+            if isinstance(message, ENDS) and sum(isinstance(one, ENDS) for one in self.said) == self._tasks:
                 pool.reply(Stop())
 
-        pool.run(function, specs, on_message=hear, deadline=deadline)
+        pool.run(function, specs, on_message=hear, deadline=300.0)
         return self.said
 
 
@@ -88,10 +78,8 @@ def deadlines_of_loaded(spec: ModelSpec) -> list[float | None]:
 
 def task(id: str, prompt: str, model: str = "emoji", seed: int = 0, files: Any = None, **more: Any) -> Start:
     """A command to draw a picture of `STEPS` steps."""
-    request = JobRequest(
-        **{"model": model, "prompt": prompt, "steps": STEPS, "guidance": GUIDANCE, "seed": seed, **more}
-    )
-    return Start(id, request, 0, files or {})
+    usual = {"model": model, "steps": STEPS, "guidance": GUIDANCE}
+    return Start(id, JobRequest(**{**usual, "prompt": prompt, "seed": seed, **more}), 0, files or {})
 
 
 def at_once(*starts: Start) -> Callable[[Any, Send], None]:
@@ -122,8 +110,6 @@ def pixels(image: Any) -> np.ndarray:
 @cache
 def pipeline(name: str) -> Any:
     """An embedded model, as diffusers has it."""
-    import diffusers
-
     pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path(name), dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -138,10 +124,6 @@ def alone(prompt: str, seed: int = 0, name: str = "emoji-sd3", **more: Any) -> n
 
 def save_lora(folder: Path, seed: int) -> Path:
     """An adapter of the embedded model with random weights that are seen in a picture."""
-    import diffusers
-    from peft import LoraConfig
-    from peft.utils import get_peft_model_state_dict
-
     model = copy.deepcopy(pipeline("emoji-sd3").transformer)
     torch.manual_seed(seed)
     model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=["to_q", "to_v", "net.2"], init_lora_weights=False))
@@ -193,7 +175,7 @@ def staggered(name: str, config: dict[str, Any], counts: Sequence[int], truth: s
         "why": batcher.why or [why for why in batcher._joiner._forms.values() if why],
         "errors": [relative_error(value, one) for value, one in zip(outputs, truths, strict=True)],
         "same": [torch.equal(value, one) for value, one in zip(outputs, truths, strict=True)],
-        "others": min(relative_error(outputs[0], one) for one in truths[1:]),
+        "others": min(relative_error(outputs[0], value) for value in truths[1:]),
         "calls": batcher.counts.calls,
         "restored": relative_error(after, truths[0]),
     }

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..core.digests import tensor_digest
 from ..core.patching import is_patch
@@ -33,7 +34,7 @@ PACKAGE = __name__.partition(".")[0]
 # those by which it is parallelised here.
 _INTERNAL = (frozenset(vars(nn.Module())) - {"training"}) | {ENGINE, FOLLOWED, COPY, REDUCE, "_compiled_call_impl"}
 
-# What a module's state consists of, by kind; all but hooks are keys of `ModuleChange`.
+# What a module's state consists of, by kind; the keys of `ModuleChange`.
 PARAMETERS, BUFFERS, ATTRIBUTES, HOOKS = "_parameters", "_buffers", "attributes", "hooks"
 
 _BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"
@@ -49,12 +50,28 @@ _AGAIN = "call ditmesh.restore(...) on it, and parallelize it again with ditmesh
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
+class Hook(NamedTuple):
+    """A hook of the program.
+
+    Attributes:
+        kind: the dictionary of the module in which it stands.
+        hook: the function.
+        flags: the dictionaries of flags in which it stands besides.
+        place: number of ditmesh's own hooks before it.
+    """
+
+    kind: str
+    hook: Callable[..., Any]
+    flags: tuple[str, ...]
+    place: int
+
+
 class ModuleChange(NamedTuple):
     """The changes in one module of a copy, by kind and name.
 
     Attributes:
         module: its number.
-        values: new parameters, buffers and attributes.
+        values: new parameters, buffers and attributes; under `HOOKS` all hooks of the program.
         gone: kinds and names of what is not there any more.
     """
 
@@ -150,20 +167,20 @@ class CopiedModule:
         for number, (seen, new) in enumerate(zip(self._seen, now, strict=True)):
             changed = [key for key, value in new.items() if key not in seen or seen[key] != value]
             gone = tuple(key for key in seen if key not in new)
-            if HOOKS in (kind for kind, _ in (*changed, *gone)):
-                raise InputError(
-                    f"a hook of {self._path(number)} has changed after it was copied to the other ranks; {_AGAIN}"
-                )
             for key in changed:
                 if isinstance(new[key], _Unreadable):
                     raise InputError(
-                        f"{self._path(number, key[1])} has changed and cannot be sent to the other ranks "
+                        f"{self._entry(number, key)} has changed and cannot be sent to the other ranks "
                         f"({new[key].reason}); take it off, or give it a value that can be pickled"
                     )
             if changed or gone:
                 values = dict(_state(self._order[number]))
                 changes.append(ModuleChange(number, {key: values[key] for key in changed}, gone))
         return changes
+
+    def _entry(self, number: int, key: tuple[str, str]) -> str:
+        kind, name = key
+        return f"a hook of {self._path(number)}" if kind == HOOKS else self._path(number, name)
 
     def _path(self, number: int, name: str = "") -> str:
         """The path of a module, or of an entry of it."""
@@ -324,15 +341,17 @@ def _hooks_of(one: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
         yield (HOOKS, ""), hooks
 
 
-def _hooks(module: nn.Module) -> list[tuple[str, Callable[..., Any], list[str]]]:
-    """The hooks of the program on a module: the dictionary, the function, and the flags of each."""
-    state = vars(module)
-    return [
-        (kind, hook, [flag for flag in flags if key in state[flag]])
-        for kind, flags in _FLAGS.items()
-        for key, hook in state[kind].items()
-        if not is_ours(hook)
-    ]
+def _hooks(module: nn.Module) -> list[Hook]:
+    """The hooks of the program on a module."""
+    hooks = []
+    for kind, flags in _FLAGS.items():
+        place = 0
+        for key, hook in vars(module)[kind].items():
+            if is_ours(hook):
+                place += 1
+            else:
+                hooks.append(Hook(kind, hook, tuple(flag for flag in flags if key in vars(module)[flag]), place))
+    return hooks
 
 
 def is_ours(hook: Any) -> bool:
@@ -373,8 +392,38 @@ def apply_changes(module: nn.Module, changes: Sequence[ModuleChange]) -> None:
     """Bring a copy to the module's present state."""
     order = list(module.modules())
     for change in changes:
-        state = vars(order[change.module])
+        submodule = order[change.module]
+        state = vars(submodule)
         for (kind, name), value in change.values.items():
-            (state if kind == ATTRIBUTES else state[kind])[name] = value
+            if kind == HOOKS:
+                _put_hooks(submodule, value)
+            else:
+                (state if kind == ATTRIBUTES else state[kind])[name] = value
         for kind, name in change.gone:
-            (state if kind == ATTRIBUTES else state[kind]).pop(name, None)
+            if kind == HOOKS:
+                _put_hooks(submodule, ())
+            else:
+                (state if kind == ATTRIBUTES else state[kind]).pop(name, None)
+
+
+def _put_hooks(module: nn.Module, hooks: Sequence[Hook]) -> None:
+    """Replace the program's hooks on a module; ditmesh's own stay where they are among them."""
+    for kind, flags in _FLAGS.items():
+        held, state = vars(module)[kind], [vars(module)[flag] for flag in flags]
+        ours = [(key, hook, [key in flag for flag in state]) for key, hook in held.items() if is_ours(hook)]
+        for kept in (held, *state):
+            kept.clear()
+        new = [hook for hook in hooks if hook.kind == kind]
+        for place in range(len(ours) + 1):
+            for hook in new:
+                if hook.place == place or (hook.place > place == len(ours)):
+                    key = RemovableHandle(held).id
+                    held[key] = hook.hook
+                    for flag in hook.flags:
+                        vars(module)[flag][key] = True
+            if place < len(ours):
+                key, function, marks = ours[place]
+                held[key] = function
+                for flag, marked in zip(state, marks, strict=True):
+                    if marked:
+                        flag[key] = True

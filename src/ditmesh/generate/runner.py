@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from ..comm.mesh import Mesh
     from ..config import ParallelConfig
+    from ..recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,10 @@ class PipelineRunner:
         runner.notes = notes
         return runner
 
-    def parallelize(self, job: PictureJob, mesh: Mesh | None) -> None:
+    def parallelize(self, job: PictureJob, mesh: Mesh | None, recipe: Recipe | None = None) -> None:
         """Make the pipeline run on all ranks as the job says, offloaded if it says so; no mesh for ``"auto"``."""
         from ..engine import configuration_for, engine_of, parallelize
+        from ..recipe import RECIPE
         from .loading import ahead_stays
         from .offload import offload
 
@@ -181,7 +183,7 @@ class PipelineRunner:
                 offload(self.pipe, job.offload, self.device)
         if isinstance(config, str):
             config = configuration_for(self.pipe, guidance=guidance)
-        parallelize(self.pipe, config, mesh=mesh, timeout=job.timeout)
+        parallelize(self.pipe, config, mesh=mesh, timeout=job.timeout, recipe=recipe or RECIPE)
         config = engine_of(self.pipe).config
         if config.inputs == "per-data-rank":
             # What a call runs on is its group.

@@ -28,12 +28,7 @@ ONE_BY_ONE = "; requests run one after the other"
 
 @dataclass
 class FailedCalls:
-    """Calls that have failed on this rank, and why.
-
-    Attributes:
-        stuck: runs that wait for the result, with those that were not begun because of it.
-        error: the reason.
-    """
+    """Why calls have failed on this rank, and the runs that wait for one or were not begun because of it."""
 
     stuck: list[PipelineTask]
     error: Exception
@@ -73,11 +68,7 @@ class Batcher:
     """
 
     def __init__(
-        self,
-        pipe: Any,
-        template: Any,
-        exchange: Callable[[Any], list[Any]] = lambda value: [value],
-        most: int = 8,
+        self, pipe: Any, template: Any, exchange: Callable[[Any], list[Any]] = lambda value: [value], most: int = 8
     ) -> None:
         self.engine: Engine = engine_of(pipe)
         self.most = most
@@ -85,12 +76,17 @@ class Batcher:
         self.counts = CallCounts()
         self.why = _why_alone(pipe, self.engine)
         self._template = template
-        self._interceptor = CallInterceptor(pipe, self._on_call)
+        self._interceptor = CallInterceptor(pipe, self._count)
         self._request = ExitStack()
         self._set_pipe: Callable[..., None] | None = None
         self._current_pipe: Any = None
         self._adapters: tuple[tuple[str, float], ...] | None = None
-        self._joiner = Joiner(self.engine, exchange, self._begin_trial, self.close_request)
+
+        def begin_trial(adapters: tuple[tuple[str, float], ...]) -> None:
+            self._switch_to(template)
+            self.adapt(adapters)
+
+        self._joiner = Joiner(self.engine, exchange, begin_trial, self.close_request)
         # The only task of the batch: ranks run its guidance branches ahead.
         self._guided_task: PipelineTask | None = None
         # Whether calls of other components have run since the latest step.
@@ -143,10 +139,6 @@ class Batcher:
             self._set_pipe(pipe)
             self._current_pipe = pipe
 
-    def _begin_trial(self, adapters: tuple[tuple[str, float], ...]) -> None:
-        self._switch_to(self._template)
-        self.adapt(adapters)
-
     def _end_guided_task(self) -> None:
         """End the calls of the single task. If a guidance branch differed from the prediction, the task fails."""
         run, self._guided_task = self._guided_task, None
@@ -178,14 +170,18 @@ class Batcher:
         Text encoders and autoencoders hold up the steps of others by one task's calls at most.
 
         Args:
-            runs: in order; the same on every rank, as are their states.
+            runs: in order; the same on every rank, as are their states. Where requests run one after the other: one.
 
         Returns:
             What has failed here. Runs that are stuck were not resumed.
         """
         for run in runs:
-            if not run.begun:
+            if self.why:
+                self._step_alone(run)
+            elif not run.begun:
                 run.resume()
+        if self.why:
+            return None
         waiting = [run for run in runs if run.pending is not None]
         steps = [run for run in waiting if self.steps(run)]
         others = [run for run in waiting if not self.steps(run)]
@@ -213,6 +209,16 @@ class Batcher:
                     error = bare(failed)
             run.resume(answer, error)
 
+    def _step_alone(self, run: PipelineTask) -> None:
+        """Run a step of a task through the parallel pipeline itself."""
+        if not run.begun:
+            self.close_request()
+            self.adapt(run.adapters)
+        waited = self.engine.mesh.waited
+        with self._clock.span():
+            run.resume()
+        self.counts.seconds, self.counts.waited = self._clock.seconds, self.engine.mesh.waited - waited
+
     def _run_steps(self, runs: list[PipelineTask]) -> FailedCalls | None:
         """Run calls of transformers; compatible calls run as one."""
         waited = self.engine.mesh.waited
@@ -225,7 +231,10 @@ class Batcher:
                     # With cfg ranks, the branches of a pipeline are identified by its scheduler.
                     self._switch_to(runs[0].pipe if alone else self._template)
                     self._guided_task = runs[0] if alone else None
-                    outputs = self._call([rows for _, rows in group], group[0][0], alone)
+                    self.adapt(group[0][0].adapters)
+                    if not alone:
+                        self.engine.clock.advance()
+                    outputs = self._joined(group[0][0].waits_for, [rows for _, rows in group if rows is not None])
                 except Exception as error:
                     failed = error
                     break
@@ -245,33 +254,23 @@ class Batcher:
         """True if a task waits for a transformer."""
         return run.pending is not None and run.pending.name in DENOISERS
 
-    # --- one call ----------------------------------------------------------------------------------------------
-
-    def _call(self, calls: list[CallRows | None], run: PipelineTask, alone: bool) -> list[Any]:
-        """The results of joined calls; the first is that of ``run``."""
-        pending = run.waits_for
-        self.adapt(run.adapters)
-        if not alone:
-            self.engine.clock.advance()
-        if len(calls) == 1:
-            self._count(_samples(pending))
+    def _joined(self, pending: PendingCall, calls: list[CallRows]) -> list[Any]:
+        """The results of calls that are made as one, of which ``pending`` is the first."""
+        if len(calls) < 2:
+            self._count(pending)
             return [pending.call(*pending.args, **pending.kwargs)]
-        rows = [call for call in calls if call is not None]
-        args, kwargs = join_calls(rows)
-        self._count(sum(call.count for call in rows))
-        return split_result(pending.call(*args, **kwargs), [call.count for call in rows], rows[0].listed)
+        args, kwargs = join_calls(calls)
+        self._count(pending, sum(call.count for call in calls))
+        return split_result(pending.call(*args, **kwargs), [call.count for call in calls], calls[0].listed)
 
-    def _on_call(self, pending: PendingCall) -> None:
-        self._count(_samples(pending))
-
-    def _count(self, rows: int) -> None:
+    def _count(self, pending: PendingCall, rows: int | None = None) -> None:
+        """Count a call of a transformer with so many rows; None: as many as it has alone."""
+        if rows is None:
+            names = parameter_names(type(pending.component).forward)
+            rows = samples_of(Arguments(names, pending.args, pending.kwargs))
         self.counts.calls += 1
         self.counts.rows += rows
         self.counts.batch = rows
-
-
-def _samples(pending: PendingCall) -> int:
-    return samples_of(Arguments(parameter_names(type(pending.component).forward), pending.args, pending.kwargs))
 
 
 def _why_alone(pipe: Any, engine: Engine) -> str:

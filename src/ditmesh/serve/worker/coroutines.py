@@ -24,13 +24,9 @@ from ...engine import DENOISERS
 
 @dataclass
 class PendingCall:
-    """A component's call that a coroutine waits for.
+    """A component's call that a coroutine waits for: of ``"transformer"``, or of a method, ``"vae.decode"``.
 
     Attributes:
-        name: of the component and, but for its forward, the method: ``"transformer"``, ``"vae.decode"``.
-        component: the module.
-        call: what is to be called.
-        args, kwargs: its arguments.
         alone: it is not to be joined with others.
     """
 
@@ -49,9 +45,6 @@ class PipelineTask(greenlet):
 
     Args:
         pipe: the pipeline, a copy of its own (`copied`) if it delegates.
-        arguments: of its call.
-        seed: of torch's default generators.
-        device: of the pipeline.
         adapters: LoRA adapters that are on in its calls, with their scales.
         delegates: it hands over its components' calls; else it is left at the end of a step only.
 
@@ -147,11 +140,8 @@ def copied(pipe: Any) -> Any:
 class CallInterceptor:
     """Routes component calls of every `PipelineTask` to the batcher; calls from other code are unchanged.
 
-    A ControlNet's call is part of a step, and stays where it is.
-
-    Args:
-        pipe: the pipeline, parallelised.
-        on_call: is told of every call of a transformer that a `PipelineTask` makes itself.
+    A ControlNet's call is part of a step, and stays where it is. ``on_call`` is told of every call of a transformer
+    that a `PipelineTask` makes itself.
     """
 
     def __init__(self, pipe: Any, on_call: Callable[[PendingCall], None]) -> None:

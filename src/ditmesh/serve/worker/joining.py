@@ -58,13 +58,7 @@ class CallRows:
 
 
 def rows_of(model: nn.Module, layout: TokenLayout, pending: PendingCall) -> CallRows | str:
-    """A call's rows, or a clause that says why they cannot run with those of other calls.
-
-    Args:
-        model: the transformer.
-        layout: of the call.
-        pending: the call.
-    """
+    """A call's rows, or a clause that says why they cannot run with those of other calls."""
     names, time_path = parameter_names(type(model).forward), timestep_of(model, layout)
     arguments = Arguments(names, pending.args, pending.kwargs)
     main, name = arguments.get(names[0]), type(model).__name__
@@ -95,7 +89,7 @@ def rows_of(model: nn.Module, layout: TokenLayout, pending: PendingCall) -> Call
         else:
             key.append((path, _plain_form(value)))
     # Lists of samples of one shape only.
-    key += [(path, _forms(arguments.get(path))) for path in lists]
+    key += [(path, frozenset(map(_form, arguments.get(path)))) for path in lists]
     return CallRows(arguments, count, batched, tuple(times), shared, isinstance(main, list), tuple(key))
 
 
@@ -105,10 +99,6 @@ def _rows_form(value: Tensor, dim: int | None, count: int) -> Hashable:
     if dim is not None:
         shape[dim] = -(shape[dim] // count)
     return tuple(shape), value.dtype, value.device
-
-
-def _forms(values: Sequence[Any]) -> Hashable:
-    return frozenset(_form(item) for item in values)
 
 
 def _form(value: Any) -> Hashable:
@@ -143,8 +133,7 @@ def join_calls(calls: Sequence[CallRows]) -> tuple[tuple[Any, ...], dict[str, An
 def split_result(output: Any, counts: Sequence[int], listed: bool) -> list[Any]:
     """The result of a joined call, split into one result for each call.
 
-    Raises:
-        LayoutError: it has no row for each.
+    Raises `LayoutError`: it has no row for each.
     """
     leaves, form = tree_flatten(output, is_leaf=(lambda value: isinstance(value, list)) if listed else None)
     stops = [sum(counts[: place + 1]) for place in range(len(counts))]

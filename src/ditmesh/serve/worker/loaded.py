@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,7 @@ from ...media.videos import check_video_library
 from ...recipe import BANDED_VAE, RECIPE
 from ...request import PictureRequest, size_of
 from ..offers import ModelSpec, check_output
-from ..types import JobRequest, ModelCard
+from ..types import ModelCard
 from .batching import Batcher
 from .coroutines import PipelineTask, copied
 from .protocol import Start
@@ -96,10 +96,16 @@ class LoadedModel:
         """
         model = cls(spec, device, exchange)
         model._check()
-        mesh = model._open_mesh()
+        config = model._job.config
+        # Without one the engine chooses.
+        mesh = None if isinstance(config, str) else Mesh(config, device=device, timeout=model._job.timeout)
         runner = model._load(mesh)
         template = model._parallelise(runner, mesh)
-        model._open_batcher(runner, template)
+        model.batcher = Batcher(runner.pipe, template.pipe, exchange, spec.together)
+        if spec.offload != "none" and not model.batcher.why:
+            model.batcher.run_alone(f"offload={spec.offload!r} moves components between the calls of one request")
+        model.batcher.adapt(())
+        model._try(template)
         model.card = model._card(template)
         return model
 
@@ -138,13 +144,6 @@ class LoadedModel:
         self._job = job_for(self.info, request, "", config=spec.config, files=self._files, **self._options)
         self._job, _ = fitting_job(self._job, self.device)
 
-    def _open_mesh(self) -> Mesh | None:
-        """The mesh of a given configuration; None: the engine chooses one."""
-        config = self._job.config
-        if isinstance(config, str):
-            return None
-        return Mesh(config, device=self.device, timeout=self._job.timeout)
-
     def _load(self, mesh: Mesh | None) -> PipelineRunner:
         """Read the pipeline, or this rank's share of it, and the facts of its receipts."""
         job = self._job
@@ -175,14 +174,6 @@ class LoadedModel:
             with torch.no_grad():
                 pipe(**self._trial(runner).arguments)
         return template
-
-    def _open_batcher(self, runner: PipelineRunner, template: PipelineRunner) -> None:
-        exchange, spec = self._exchange, self.spec
-        self.batcher = Batcher(runner.pipe, template.pipe, exchange, spec.together)
-        if spec.offload != "none" and not self.batcher.why:
-            self.batcher.run_alone(f"offload={spec.offload!r} moves components between the calls of one request")
-        self.batcher.adapt(())
-        self._try(template)
 
     # --- looking at it -----------------------------------------------------------------------------------------
 
@@ -221,21 +212,33 @@ class LoadedModel:
                 if batcher.steps(run):
                     batcher.check_joining(run)
                 trouble = None if batcher.why else batcher.round([run])
-                self._agree(run.failure if trouble is None else trouble.error)
+                failed = run.failure if trouble is None else trouble.error
+                # If it fails on any rank, it has failed on all.
+                every = self._exchange("" if failed is None else shortened(failed))
+                if any(every):
+                    batcher.close_request(failed)
+                    batcher.run_alone(f"a small image to try it with failed ({next(filter(None, every))})")
         run.leave()
         batcher.close_request()
 
-    def _agree(self, failed: Exception | None) -> None:
-        """Agree on the test image's result: if it failed on any rank, requests run one after the other."""
-        every = self._exchange("" if failed is None else shortened(failed))
-        if any(every):
-            self.batcher.close_request(failed)
-            reason = next(filter(None, every))
-            self.batcher.run_alone(f"a small image to try it with failed ({reason})")
-
     def _card(self, template: PipelineRunner) -> dict[str, Any]:
-        info, parameters = self.info, template.parameters
-        size, defaults = info.default_size, {name: one.default for name, one in parameters.items()}
+        info, parameters, pipe = self.info, template.parameters, template.pipe
+        size, defaults = info.default_size, {name: parameter.default for name, parameter in parameters.items()}
+        frames, rate = _whole(defaults.get("num_frames")), defaults.get(RATE)
+        multiple = next((n for name in TEMPORAL if (n := _whole(getattr(pipe, name, None)))), 1)
+        # Of some a frame of latents is always so many: the first one is not apart.
+        multiple = 1 if frames is not None and (frames - 1) % multiple else multiple
+        fps = max(1, round(rate)) if isinstance(rate, (int, float)) else FPS
+
+        def takes(role: Any) -> bool:
+            roles = ("image", "mask") if role == "mask" else (role,)
+            files = [InputFile(name, "", "0" * 64) for name in roles]
+            try:
+                check_mask_support(pipeline_for(self.kind, files), files, info.transformer.get("in_channels"))
+            except InputError:
+                return False
+            return True
+
         guidance = defaults.get("guidance_scale") if self.spec.guidance is None else self.spec.guidance
         steps = self.spec.steps or defaults.get("num_inference_steps")
         return {
@@ -246,10 +249,10 @@ class LoadedModel:
             "steps": steps if isinstance(steps, int) else None,
             "guidance": guidance if isinstance(guidance, (int, float)) else None,
             "video": "num_frames" in parameters,
-            "frames": info.default_frames or _whole(defaults.get("num_frames")),
-            "fps": self._fps(defaults) if "num_frames" in parameters else None,
-            "frame_multiple": self._frame_multiple(template.pipe, defaults),
-            "inputs": [role for role in ("image", "mask", "control") if self._takes(role)],
+            "frames": info.default_frames or frames,
+            "fps": fps if "num_frames" in parameters else None,
+            "frame_multiple": multiple,
+            "inputs": [role for role in ("image", "mask", "control") if takes(role)],
             "loras": list(self.spec.loras),
             "lora_notes": self._notes,
             "labels": list(info.labels),
@@ -258,37 +261,10 @@ class LoadedModel:
             "why": self.batcher.why,
         }
 
-    @staticmethod
-    def _frame_multiple(template: Any, defaults: Mapping[str, Any]) -> int:
-        """Video frames per latent frame if the first frame is separate; otherwise 1."""
-        multiple = next((n for name in TEMPORAL if (n := _whole(getattr(template, name, None)))), 1)
-        # Of some a frame of latents is always so many.
-        usual = _whole(defaults.get("num_frames"))
-        return 1 if usual is not None and (usual - 1) % multiple else multiple
-
-    @staticmethod
-    def _fps(defaults: Mapping[str, Any]) -> int:
-        rate = defaults.get(RATE)
-        return max(1, round(rate)) if isinstance(rate, (int, float)) else FPS
-
-    def _takes(self, role: Any) -> bool:
-        files = [InputFile(role, "", "0" * 64)]
-        if role == "mask":
-            files.append(InputFile("image", "", "0" * 64))
-        try:
-            check_mask_support(pipeline_for(self.kind, files), files, self.info.transformer.get("in_channels"))
-            return True
-        except InputError:
-            return False
-
     # --- tasks -------------------------------------------------------------------------------------------------
 
     def prepare(self, task: Start) -> Prepared:
-        """A task's call.
-
-        Raises:
-            InputError: the model cannot do it.
-        """
+        """A task's call. Raises `InputError`: the model cannot do it."""
         request, loras = task.request, list(self.spec.loras)
         check_output(request, ModelCard.model_validate({"id": self.spec.name, "created": 0, **self.card}))
         files = [replace(self._files[loras.index(lora.name)], scale=lora.scale) for lora in request.loras]
@@ -296,8 +272,10 @@ class LoadedModel:
             if file.digest not in task.files:
                 raise InputError(f"the input image {file.digest[:16]}… ({file.role}) is not there; send it again")
             files.append(InputFile(file.role, task.files[file.digest], file.digest, file.scale))
+        # Also with a size: a mask must have the shape of its image.
+        of_image = input_size(self.info, files, request.strength)
+        width, height = size_of(request) or of_image or (None, None)
         # The seed is that of this image, whatever its index in the job.
-        width, height = self._asked_size(request, files) or (None, None)
         asked = {
             "steps": request.steps or self.spec.steps,
             "guidance": self.spec.guidance if request.guidance is None else request.guidance,
@@ -324,12 +302,6 @@ class LoadedModel:
         own = prepared.pipe if self.batcher.why else copied(prepared.pipe)
         adapters = tuple((f"lora{loras.index(lora.name)}", lora.scale) for lora in request.loras)
         return replace(prepared, pipe=own, adapters=adapters)
-
-    def _asked_size(self, request: JobRequest, files: Sequence[InputFile]) -> tuple[int, int] | None:
-        """The requested width and height, or those of the input image; None: the model's."""
-        # Also with a size: a mask must have the shape of its image.
-        of_image = input_size(self.info, files, request.strength)
-        return size_of(request) or of_image
 
     def _runners_for(self, job: PictureJob) -> tuple[PipelineRunner, PipelineRunner]:
         """The parallel pipeline of the class that takes a job's input images, and its template."""

@@ -6,7 +6,6 @@ import queue
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,9 +31,14 @@ class HostAllGather:
     def __init__(self) -> None:
         grouped = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        deadline = _deadline() if self.size > 1 else None
-        self.deadline = None if deadline is None else deadline.total_seconds()
-        self._group: Any = dist.new_group(backend="gloo", timeout=deadline) if self.size > 1 else None
+        self.deadline: float | None = None
+        self._group: Any = None
+        if self.size > 1:
+            # New groups do not take it over.
+            world: Any = dist.group.WORLD
+            deadline = getattr(getattr(world._get_backend(torch.device("cpu")), "options", None), "_timeout", None)
+            self.deadline = None if deadline is None else deadline.total_seconds()
+            self._group = dist.new_group(backend="gloo", timeout=deadline)
 
     def __call__(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order: anything that can be pickled. A collective call."""
@@ -44,44 +48,6 @@ class HostAllGather:
         """Free the process group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
-
-
-def _deadline() -> timedelta | None:
-    """Deadline of the default group, which new groups do not take over; None: torch's own, of 30 minutes."""
-    world = dist.group.WORLD
-    assert world is not None
-    options = getattr(world._get_backend(torch.device("cpu")), "options", None)
-    return getattr(options, "_timeout", None)
-
-
-class CommandReader:
-    """The owner's commands, read by a thread, so that ranks never block on the owner."""
-
-    def __init__(self, report: Any, kept: bool) -> None:
-        self._report, self._kept = report, kept
-        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="ditmesh-commands", daemon=True).start()
-
-    def _read(self) -> None:
-        stopping = False
-        while not stopping:
-            try:
-                command = self._report.reply()
-            except (EOFError, OSError):
-                command = Stop()
-            # The next message after a stop is not a command.
-            stopping = isinstance(command, Stop)
-            if self._kept:
-                self._queue.put(command)
-
-    def take(self, wait: float) -> tuple[Command, ...]:
-        """All waiting commands; waits at most ``wait`` seconds for the first one."""
-        commands: list[Command] = []
-        with suppress(queue.Empty):
-            commands.append(self._queue.get(timeout=wait) if wait else self._queue.get_nowait())
-            while True:
-                commands.append(self._queue.get_nowait())
-        return tuple(commands)
 
 
 @dataclass(frozen=True)
@@ -104,7 +70,7 @@ class RoundMessage:
         state: of the rank, now and then.
     """
 
-    commands: tuple[Command, ...] = ()
+    commands: list[Command] = field(default_factory=list)
     stuck: dict[str, FailureReason] = field(default_factory=dict)
     failed: dict[str, FailureReason] = field(default_factory=dict)
     state: RankState | None = None
@@ -124,7 +90,21 @@ class RankRendezvous:
         self.rank, self.size = self.gather.rank, self.gather.size
         self.message = RoundMessage()
         self.states: dict[int, RankState] = {}
-        self._report, self._commands = report, CommandReader(report, kept=self.rank == 0)
+        self._report = report
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        # Ranks never block on the owner.
+        threading.Thread(target=self._read, name="ditmesh-commands", daemon=True).start()
+
+    def _read(self) -> None:
+        """Read the owner's commands, which come to every rank; the next message after a stop is none."""
+        command = None
+        while not isinstance(command, Stop):
+            try:
+                command = self._report.reply()
+            except (EOFError, OSError):
+                command = Stop()
+            if self.rank == 0:
+                self._commands.put(command)
 
     def meet(self, wait: float, state: RankState | None) -> list[RoundMessage]:
         """Every rank's message, in rank order. A collective call.
@@ -136,19 +116,17 @@ class RankRendezvous:
         message, self.message = self.message, RoundMessage()
         message.state = state
         if self.rank == 0:
-            message.commands = self._commands.take(wait)
+            with suppress(queue.Empty):
+                message.commands.append(self._commands.get(timeout=wait) if wait else self._commands.get_nowait())
+                while True:
+                    message.commands.append(self._commands.get_nowait())
         messages = self.gather(message)
         self.states.update({one.state.rank: one.state for one in messages if one.state is not None})
         return messages
 
-    @property
-    def silent(self) -> bool:
-        """True if another rank reports the present work: only rank 0 reports."""
-        return self.rank > 0
-
     def send(self, message: Message) -> None:
-        """Report to the owner, unless `silent`."""
-        if not self.silent:
+        """Report to the owner; only rank 0 does."""
+        if self.rank == 0:
             self._report(message)
 
     def close(self) -> None:
@@ -159,8 +137,7 @@ class RankRendezvous:
 def failure_of(error: BaseException) -> FailureReason:
     """The error's text for a report."""
     message = shortened(error, MAX_MESSAGE)
-    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in message
-    if memory:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in message:
         return FailureReason(
             "out_of_memory", f"there is not enough memory for this image ({message}); ask for a smaller one"
         )

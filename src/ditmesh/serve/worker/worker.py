@@ -22,20 +22,20 @@ import torch
 
 from ...comm import PeerError
 from ...comm.backends import device_of_rank
-from ...errors import DitmeshError
+from ...errors import DitmeshError, InputError
 from ...generate.arguments import CALLBACK, call_parameters
 from ...generate.outputs import Picture, outputs_of
 from ...generate.preview import preview_jpeg
-from ...generate.receipt import Receipt, text_chunk
+from ...generate.receipt import PNG_KEYWORD, Receipt, text_chunk
 from ...generate.runner import Prepared, quieten
 from ...generate.steps import SchedulerStep, StepEvents, loop_steps
+from ...generate.video import write_mp4
 from ...launch.heap import return_free_memory
 from ...launch.log_filter import hidden_texts
 from ..offers import ModelSpec
 from ..types import RankState
 from .batching import Batcher
 from .coroutines import PendingCall, PipelineTask
-from .device_clock import DeviceClock
 from .loaded import LoadedModel
 from .protocol import (
     Beat,
@@ -66,13 +66,8 @@ NICENESS = 10
 def serve_rank(specs: Sequence[ModelSpec], *, report: Any) -> None:
     """Serve until a `Stop` command. Every rank of a replica runs this, with the same ``specs``.
 
-    Commands (`protocol.Command`) come as replies of the owner (`RankPool.reply`), to all ranks; rank 0 takes them and
-    gives them to all before the next round, so that all ranks obey before the same step. Rank 0 reports
-    `protocol.Message` objects.
-
     Args:
-        specs: models to load.
-        report: takes reports, and has the owner's replies (``report.reply()``).
+        report: takes rank 0's reports (`protocol.Message`), and has the owner's commands (``report.reply()``).
 
     Raises:
         DitmeshError, MemoryError: a model cannot be loaded.
@@ -135,6 +130,7 @@ class RankWorker:
         """Serve until a `Stop` command."""
         ranks, scheduler = self._ranks, self._scheduler
         if self._device.type == "cpu":
+            # The server's other threads need a core for a fraction of a millisecond several times a request.
             give_way()
         for spec in specs:
             self._load(spec)
@@ -187,9 +183,8 @@ class RankWorker:
     def _trim(self) -> None:
         """Collect cyclic garbage, and return the C library's free memory to the system, twice a minute.
 
-        Python starts a full collection by the number of objects, not by their size: the tensors of ended requests that
-        are part of reference cycles would wait for thousands of other objects. glibc returns only what is free at the
-        end of its heap, so that a block which lives on there keeps all free memory below it.
+        Python starts a full collection by the number of objects, not by their size, and glibc returns only what is
+        free at the end of its heap.
         """
         if time.monotonic() - self._trim_time >= TRIM_INTERVAL:
             self._trim_time = time.monotonic()
@@ -260,7 +255,6 @@ class TaskScheduler:
         self.began = False
         self.current: LoadedModel | None = None
         self._ranks, self._models, self._device = ranks, models, device
-        self._clock = DeviceClock(device)
         # Numbers of tasks and rounds so far, and of the latest one of each model.
         self._turn, self._used = 0, Counter[str]()
         # Images are encoded in a thread while steps run.
@@ -324,22 +318,22 @@ class TaskScheduler:
         for pending in again:
             pending.alone = not full or batcher is None or batcher.most == 1
 
-    def _report_failure(self, id: str, reason: FailureReason) -> None:
-        self._ranks.send(TaskFailed(id, reason.code, reason.message))
+    def _report(self, name: str, reason: FailureReason) -> None:
+        self._ranks.send(TaskFailed(name, reason.code, reason.message))
 
     def _fail(self, name: str, reasons: Iterable[FailureReason]) -> None:
         work = self.tasks.get(name)
         if work is not None:
             # A rank that has failed sends nothing more: a request that is open on the others must not wait for it.
             self._leave(work, PeerError("a call has failed on another rank"))
-            self._report_failure(name, min(reasons, key=lambda reason: reason.consequence))
+            self._report(name, min(reasons, key=lambda reason: reason.consequence))
 
     def _finish(self, work: RunningTask) -> None:
         assert work.run is not None
         assert work.prepared is not None
         prepared, model, output = work.prepared, self._models[work.model], work.run.output
-        self._drop(work)
-        if self._ranks.silent:
+        self._leave(work)
+        if self._ranks.rank > 0:
             return
         # Only one rank checks the output: an error in it fails the task, not the ranks.
         try:
@@ -354,7 +348,7 @@ class TaskScheduler:
             images = [*made.frames]
             receipt = model.receipt(prepared, made if len(images) > 1 else Picture(images[0]), seconds)
         except Exception as error:
-            self._report_failure(work.task.id, failure_of(error))
+            self._report(work.task.id, failure_of(error))
             return
         form = work.task.request.format
         self._writer.submit(self._write, work.task.id, images, form, prepared.fps, receipt)
@@ -365,15 +359,12 @@ class TaskScheduler:
             data = encoded(images, form, fps, receipt)
             self._ranks.send(Finished(name, data, *images[0].size, receipt.model_dump(mode="json")))
         except Exception as error:
-            self._report_failure(name, failure_of(error))
+            self._report(name, failure_of(error))
 
     def _leave(self, work: RunningTask, error: BaseException | None = None) -> None:
         """Drop a task; ``error``: why the pipeline's own request, if it has one, cannot end well."""
         if work.run is not None:
             work.run.leave(None if work.run.delegates else error)
-        self._drop(work)
-
-    def _drop(self, work: RunningTask) -> None:
         work.undo.close()
         self.tasks.pop(work.task.id, None)
 
@@ -389,10 +380,16 @@ class TaskScheduler:
             return
         self._turn += 1
         self._used[model.spec.name] = self._turn
+        # The most urgent first.
+        works = [work for work in self.tasks.values() if work.model == model.spec.name]
+        works.sort(key=lambda work: work.urgency)
         if model.batcher.why:
-            self._plain_round(model)
-        else:
-            self._batched_round(model)
+            # One after the other: at most one has begun.
+            works = [next((work for work in works if work.run is not None), works[0])]
+        for work in works:
+            if work.run is None:
+                self._begin(work, model)
+        self._run(model.batcher, {work.run: work for work in works if work.run is not None})
 
     def _next_model(self) -> LoadedModel | None:
         """The least recently used model that has tasks."""
@@ -403,17 +400,6 @@ class TaskScheduler:
         works = self.tasks.values()
         first = min(works, key=lambda work: (self._used[work.model], work.order), default=None)
         return None if first is None else self._models[first.model]
-
-    def _tasks_of(self, model: LoadedModel) -> list[RunningTask]:
-        """A model's tasks, the most urgent first."""
-        return sorted((w for w in self.tasks.values() if w.model == model.spec.name), key=lambda work: work.urgency)
-
-    def _batched_round(self, model: LoadedModel) -> None:
-        works = self._tasks_of(model)
-        for work in works:
-            if work.run is None:
-                self._begin(work, model)
-        self._run(model.batcher, {work.run: work for work in works if work.run is not None})
 
     def _run(self, batcher: Batcher, runs: dict[PipelineTask, RunningTask]) -> None:
         """Run calls of some tasks; the other ranks are told of failures in the next round."""
@@ -429,26 +415,6 @@ class TaskScheduler:
             self._ranks.message.stuck = {runs[run].task.id: reason for run in failed.stuck}
             batcher.close_request(failed.error)
 
-    def _plain_round(self, model: LoadedModel) -> None:
-        """Run a step of the only running task, through the parallel pipeline itself."""
-        works = self._tasks_of(model)
-        # At most one task has begun.
-        work = next((work for work in works if work.run is not None), works[0])
-        if work.run is None:
-            model.batcher.close_request()
-            self._begin(work, model)
-        run = work.run
-        if run is None:
-            return
-        waited, mesh = model.engine.mesh.waited, model.engine.mesh
-        if not run.begun:
-            model.batcher.adapt(run.adapters)
-        with self._clock.span():
-            run.resume()
-        self.step_seconds, self.waited = self._clock.seconds, mesh.waited - waited
-        if run.failure is not None:
-            self._ranks.message.failed[work.task.id] = failure_of(run.failure)
-
     def _begin(self, work: RunningTask, model: LoadedModel) -> None:
         try:
             prepared = model.prepare(work.task)
@@ -458,28 +424,22 @@ class TaskScheduler:
         called = CALLBACK in call_parameters(prepared.kind)
         if called:
             prepared.arguments[CALLBACK] = lambda *of: (self._stepped(work, model), of[-1])[-1]
-        self._watch(work, model, prepared.pipe, not called)
-        batched = not model.batcher.why
-        work.prepared, work.steps, work.began = prepared, prepared.steps, time.perf_counter()
-        work.run = PipelineTask(
-            prepared.pipe, prepared.arguments, prepared.seed, self._device, prepared.adapters, batched
-        )
-
-    def _watch(self, work: RunningTask, model: LoadedModel, pipe: Any, counting: bool) -> None:
-        """Follow a pipeline's scheduler: for previews, and to count its steps if it has no callback."""
-        scheduler = getattr(pipe, "scheduler", None)
-        if scheduler is None or not hasattr(scheduler, "step"):
-            return
-        # Do not wait for patches that have not arrived.
-        looking = not self._ranks.silent and not model.engine.config.stages_or_patches
+        # Previews do not wait for patches that have not arrived.
+        looking = self._ranks.rank == 0 and not model.engine.config.stages_or_patches
 
         def seen(step: SchedulerStep) -> None:
             if looking:
                 work.seen = step
-            if counting:
+            if not called:
                 self._stepped(work, model)
 
-        work.undo.callback(StepEvents(scheduler, seen).undo)
+        scheduler = getattr(prepared.pipe, "scheduler", None)
+        if hasattr(scheduler, "step"):
+            work.undo.callback(StepEvents(scheduler, seen).undo)
+        work.prepared, work.steps, work.began = prepared, prepared.steps, time.perf_counter()
+        work.run = PipelineTask(
+            prepared.pipe, prepared.arguments, prepared.seed, self._device, prepared.adapters, not model.batcher.why
+        )
 
     def _stepped(self, work: RunningTask, model: LoadedModel) -> None:
         run, prepared = work.run, work.prepared
@@ -491,7 +451,7 @@ class TaskScheduler:
         work.step = min(work.step + 1, work.steps)
         self._ranks.send(TaskStepped(work.task.id, work.step, work.steps, run.batch or 1))
         every = work.task.request.previews
-        if every and not self._ranks.silent and work.step % every == 0 and work.step < work.steps:
+        if every and self._ranks.rank == 0 and work.step % every == 0 and work.step < work.steps:
             self._preview(work, model)
         if not run.delegates:
             run.ask(None)
@@ -515,9 +475,8 @@ class TaskScheduler:
 def give_way() -> None:
     """Let this thread wait for others of the server that are ready: those that pass requests and results on.
 
-    Ranks on CPUs keep every core busy, and the server's other threads need a core for a fraction of a millisecond
-    several times a request. Threads that this one starts later give way as well. Does nothing where the system does
-    not schedule threads one by one (all but Linux), or does not allow it.
+    Threads that this one starts later give way as well. Does nothing where the system does not schedule threads one by
+    one (all but Linux), or does not allow it.
     """
     if sys.platform.startswith("linux"):
         thread = threading.get_native_id()
@@ -528,13 +487,8 @@ def give_way() -> None:
 def encoded(images: Sequence[Image], form: str, fps: float, receipt: Receipt) -> bytes:
     """Encode an image or a video's frames: a PNG contains its receipt; frames are an MP4, or animated PNG or WebP.
 
-    Raises:
-        InputError: the format cannot hold the images or the receipt.
+    Raises `InputError`: the format cannot hold the images or the receipt.
     """
-    from ...errors import InputError
-    from ...generate.receipt import PNG_KEYWORD
-    from ...generate.video import write_mp4
-
     if form == "mp4":
         # A file: its index goes first, so that players begin before they have all of it, and is known last.
         with TemporaryDirectory(prefix="ditmesh-") as folder:
