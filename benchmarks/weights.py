@@ -24,10 +24,11 @@ from ditmesh.config import ParallelConfig
 from ditmesh.layout import layout_of
 from ditmesh.memory.cards import card
 from ditmesh.memory.catalogue import shapes
-from ditmesh.memory.check import components_of_shape
+from ditmesh.memory.check import Demand, components_of_shape
 from ditmesh.memory.phases import needs
 from ditmesh.memory.sizes import workload_of
 from ditmesh.memory.walk import walk_encoder
+from ditmesh.request import Offload
 from ditmesh.strategies.pipefusion.stages import elsewhere, first_cut
 from ditmesh.strategies.tensor.slices import plan_slices
 from harness import command_line
@@ -35,6 +36,19 @@ from harness import command_line
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 BYTES = 2  # bfloat16
 DEGREES = (2, 4, 8)
+
+# GB of a card, and models of which the options differ between cards.
+CARDS = (16, 24, 32, 48)
+ON_ONE_CARD = (
+    "flux.1-dev",
+    "sd3.5-large",
+    "sd3.5-medium",
+    "qwen-image",
+    "z-image",
+    "mochi-1",
+    "wan-14b",
+    "cogvideox-5b",
+)
 
 Maker = Callable[[], nn.Module]
 
@@ -217,7 +231,37 @@ def recipes_table() -> str:
     return markdown(["devices", "program", "size", "configuration", "encoding, GB", "afterwards, GB"], rows)
 
 
-TABLES = {"weights": weights_table, "recipes": recipes_table}
+def card_table() -> str:
+    """What one GPU of each size runs, with the options of `ditmesh generate` for it."""
+    rows = []
+    for name in ON_ONE_CARD:
+        shape = shapes()[name]
+        request = workload_of(shape)
+        process, branches = card("4090").runtime, request.branches
+        kinds: tuple[Offload, ...] = ("none", "model", "group")
+        demands = [
+            Demand(
+                components_of_shape(shape), request, request, torch.bfloat16, "cuda", kind,
+                branches=branches, runtime=process,
+            )
+            for kind in kinds
+        ]  # fmt: skip
+        rows.append([f"`{name}`", *(on_one_card(demands, memory) for memory in CARDS)])
+    return markdown(["model", *(f"{memory} GB" for memory in CARDS)], rows)
+
+
+def on_one_card(demands: list[Demand], memory: int) -> str:
+    """The first way that fits, with its GB."""
+    for demand in demands:
+        choice = demand.choose(1, memory * 1e9, False)
+        if choice.fits and choice.needed is not None:
+            options = choice.config.options().removeprefix("--devices 1").strip()
+            options += "" if demand.offload == "none" else f" --offload {demand.offload}"
+            return f"{f'`{options.strip()}`' if options else 'as it is'} ({choice.needed / 1e9:.1f})"
+    return "no"
+
+
+TABLES = {"weights": weights_table, "recipes": recipes_table, "cards": card_table}
 
 
 def write(page: str) -> str:

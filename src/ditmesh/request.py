@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from string import Formatter
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from .errors import ConfigError, InputError, problem_text
 
+# What of a pipeline beside the transformers is off the device while it does not work.
+Offload = Literal["none", "model", "group", "sequential"]
 Asked = TypeVar("Asked", bound="PictureRequest")
 
 # What a request may ask for: denoising steps, images of one call of the pipeline, characters of a prompt, frames of a

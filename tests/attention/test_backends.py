@@ -308,13 +308,16 @@ def check(found: dict[str, Any], kind: str, least: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "how"),
-    sampled(["_native_math", "flex"], [{"ulysses": 2}, {"ring": 2}], [BEFORE, AFTER, CONFIGURED], of=2),
+    ("pair", "how"),
+    sampled(
+        [("_native_math", {"ulysses": 2}), ("_native_math", {"ring": 2}), ("flex", {"ulysses": 2})],
+        [BEFORE, AFTER, CONFIGURED],
+        of=3,
+    ),
     ids=str,
 )
-def test_a_backend_computes_on_every_rank(ranks, name, config, how):
-    if name == "flex" and how == AFTER:
-        how = BEFORE if config.get("ring") else AFTER
+def test_a_backend_computes_on_every_rank(ranks, pair, how):
+    name, config = pair
     for found in ranks(2).run(with_backend, name, config, how):
         check(found, name, least=4)
 

@@ -68,7 +68,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("generate x --seed", "'--seed' requires an argument"),
         ("generate x --tensor 9", "tensor=9 is more than the 8 attention heads"),
         ("generate x --model emoji-sd4", "did you mean 'emoji-sd3'?"),
-        ("generate x --launcher locl", "there is no launcher 'locl'; use local"),
+        ("generate x --launcher locl", "there is no launcher 'locl'"),
         (
             "verify speeds=fast",
             "speeds='fast' is not possible: input should be a valid tuple or input should be 'auto'",

@@ -247,7 +247,7 @@ SETTINGS = {
     "target_modules": ({"target_modules": BACKTRACKS}, None),
     "rank": ({"r": 2_000_000}, "settings say rank 2000000"),
     "alpha": ({"lora_alpha": float("nan")}, "lora_alpha: "),
-    "rank of 400 digits": ({"r": 10**400}, "r: above"),
+    "rank of 400 digits": ({"r": 10**400}, "r: input should be less"),
     "dora": ({"use_dora": True}, "has no magnitudes"),
     "replication": ({"layer_replication": [[0, 4], [0, 400]]}, "setting 'layer_replication'"),
     "pissa": ({"init_lora_weights": "pissa"}, "changed the weights below it"),

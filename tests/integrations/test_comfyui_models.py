@@ -143,7 +143,6 @@ def test_wrappers_of_other_nodes_run_once_and_here(node: Any) -> None:
     assert ran == ["outer", "inner"] * 2
 
 
-@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("patch", [mixing, turned, Outside()], ids=["mixes tokens", "turns them", "keeps their mean"])
 def test_patches_between_blocks_see_all_tokens(node: Any, patch: Any) -> None:
     """Tokens that leave a block are gathered where an operation asks for others than a rank has."""

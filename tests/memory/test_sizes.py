@@ -19,13 +19,13 @@ from ditmesh.generate import runner
 from ditmesh.generate.arguments import call_parameters, check_call
 from ditmesh.generate.job import PictureJob, check_config, check_content
 from ditmesh.generate.model_info import ModelInfo, find_model
-from ditmesh.generate.receipt import Offload
 from ditmesh.lab.plan.hardware import machine
 from ditmesh.lab.plan.subject import subject
 from ditmesh.memory import check as memory
 from ditmesh.memory.catalogue import shapes
 from ditmesh.memory.check import check_memory
 from ditmesh.memory.sizes import usual_frames, workload_of
+from ditmesh.request import Offload
 from support.more_pipelines import FAMILIES, draw
 
 # Autoencoders' configurations as published, as far as they say how many pixels and frames a latent is.

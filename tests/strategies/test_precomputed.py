@@ -21,7 +21,6 @@ from ditmesh.core.arguments import Arguments, parameter_names
 from ditmesh.core.clock import CallClock
 from ditmesh.core.partial_run import PartialRun, Unknown, unknown_like
 from ditmesh.core.patching import CallChain
-from ditmesh.engine.targets import device_of
 from ditmesh.generate.loading import ahead_stays
 from ditmesh.memory.ahead import modules_ahead
 from ditmesh.strategies.precomputed import PrecomputedModel
@@ -304,7 +303,6 @@ def test_weights_stay_in_host_memory_while_the_rest_moves():
     devices = {name: parameter.device.type for name, parameter in pipe.transformer.named_parameters()}
     assert devices["time_text_embed.timestep_embedder.linear_1.weight"] == "cpu"
     assert devices["transformer_blocks.0.attn.to_q.weight"] == "meta"
-    assert device_of(pipe.transformer) == device
     assert all(parameter.numel() for parameter in pipe.transformer.parameters())
 
 

@@ -92,7 +92,7 @@ def test_balanced_stages():
     [
         ({"pipe": 2, "stages": (1, 2, 3)}, r"stages=\[1, 2, 3\] are not the blocks of pipe=2"),
         ({"pipe": 2, "stages": (4, 0)}, "one number from 1 up"),
-        ({"pipe": 2, "stages": "measured"}, "none of estimated"),
+        ({"pipe": 2, "stages": "measured"}, "input should be 'estimated'"),
         ({"pipe": 2, "speeds": (1, 2)}, r"\(stages\), or leave speeds out"),
         ({"patches": 2, "ulysses": 2, "speeds": "auto"}, r"\(stages\), or leave speeds out"),
     ],

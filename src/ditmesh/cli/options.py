@@ -19,9 +19,9 @@ import typer
 
 from ..config import ParallelConfig, setting
 from ..errors import InputError
-from ..generate.receipt import Dtype, Offload
+from ..generate.receipt import Dtype
 from ..launch import DeviceChoice
-from ..request import PIPELINES, PictureRequest, parse_size, plain_type, request_fields
+from ..request import PIPELINES, Offload, PictureRequest, parse_size, plain_type, request_fields
 
 Result = TypeVar("Result")
 Group = TypeVar("Group")

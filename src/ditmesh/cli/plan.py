@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..generate.receipt import Offload
 from ..report.report import Report, StyledText
-from ..request import parse_size
+from ..request import Offload, parse_size
 from .options import (
     AsJson,
     AtOnce,

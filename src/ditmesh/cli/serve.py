@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import InputError
-from ..generate.receipt import Offload
+from ..request import Offload
 from ..requirements import not_installed
 from ..serve.settings import LOOPBACK, ApiSettings, LimitOption, ServiceSettings
 from .options import (

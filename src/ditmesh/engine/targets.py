@@ -158,4 +158,4 @@ def device_of(model: nn.Module) -> torch.device | None:
         return _get_group_onload_device(model)
     devices = [parameter.device for parameter in model.parameters()]
     # Weights of modules that `precompute` computes ahead may wait in host memory.
-    return next((device for device in devices if device.type != "cpu"), devices[0] if devices else None)
+    return next((device for device in devices if device.type not in ("cpu", "meta")), devices[0] if devices else None)

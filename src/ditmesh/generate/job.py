@@ -17,14 +17,23 @@ from pydantic import Field
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError, reason_of
 from ..media.videos import MOST_VIDEO_PIXELS
-from ..request import MOST_TOGETHER, FieldConfigError, FieldError, PictureRequest, check_text, field_values, size_of
+from ..request import (
+    MOST_TOGETHER,
+    FieldConfigError,
+    FieldError,
+    Offload,
+    PictureRequest,
+    check_text,
+    field_values,
+    size_of,
+)
 from ..requirements import not_installed
 from ..strategies import support
 from ..strategies.heads import check_heads
 from .arguments import check_output, video_call
 from .files import InputFile, check_encoder, check_mask_support, check_roles, open_video, pipeline_for
 from .model_info import ModelInfo, parameters_of
-from .receipt import MOST_PIXELS, Dtype, Offload, Receipt
+from .receipt import MOST_PIXELS, Dtype, Receipt
 from .shape import input_size
 
 # Default number of images per pipeline call, and maximum number of a job.

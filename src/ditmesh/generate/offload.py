@@ -9,7 +9,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 
 from ..engine import denoisers
-from .receipt import Offload
+from ..request import Offload
 
 
 class _WhileItWorks(ModelHook):

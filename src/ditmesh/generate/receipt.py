@@ -18,7 +18,7 @@ from ..core.files import free_names, written_whole
 from ..errors import InputError, reason_of
 from ..media.images import MOST_PIXELS
 from ..media.videos import MOST_VIDEO_PIXELS
-from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count
+from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count, Offload
 from .files import InputFile
 from .outputs import PipelineOutput, VideoFrames
 from .video import FPS, is_video, metadata_of, write_mp4
@@ -35,7 +35,6 @@ MAX_RECEIPT_BYTES = 2**22
 VARIANT = r"^[A-Za-z0-9_-]{1,64}$"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Offload = Literal["none", "model", "group", "sequential"]
 
 
 class Receipt(BaseModel):

@@ -18,8 +18,8 @@ from ..config import ParallelConfig
 from ..engine import DENOISERS, agreed, guided, refusal
 from ..errors import ConfigError, DitmeshError, InputError, LayoutError, first_line
 from ..generate.model_info import ModelInfo
-from ..generate.receipt import Offload
 from ..layout import TokenLayout, known_models
+from ..request import Offload
 from ..strategies.heads import heads_of
 from .available import free_memory
 from .catalogue import Shape

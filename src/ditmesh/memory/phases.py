@@ -11,9 +11,9 @@ import torch
 
 from ..config import ParallelConfig
 from ..errors import InputError
-from ..generate.receipt import Offload
 from ..layout import known_models
 from ..layout.describe import meta_model
+from ..request import Offload
 from ..strategies.pipefusion.stages import first_cut, kinds_of, stage_of
 from .ahead import computed_ahead
 from .cache import Needs, kept

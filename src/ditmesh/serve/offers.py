@@ -12,8 +12,8 @@ from ..errors import InputError, did_you_mean
 from ..generate.files import InputFile, check_roles
 from ..generate.job import check_content, job_for
 from ..generate.model_info import ModelInfo, find_model
-from ..generate.receipt import Dtype, Offload
-from ..request import FieldError
+from ..generate.receipt import Dtype
+from ..request import FieldError, Offload
 from .types import JobRequest, ModelCard
 
 # Fields with another name in JSON.

@@ -13,10 +13,10 @@ import torch
 from ...config import ParallelConfig
 from ...errors import ConfigError, DitmeshError, InputError, LayoutError
 from ...generate.model_info import find_model
-from ...generate.receipt import Offload
 from ...memory.catalogue import Shape, shapes
 from ...memory.check import Choice, Demand, components_of, components_of_shape, gigabytes
 from ...memory.sizes import Workload, workload_of
+from ...request import Offload
 from .hardware import Hardware
 from .roofline import Prediction, predict
 
