@@ -205,7 +205,7 @@ WITH_LSE = [
     *("flash", "_flash_3", "sage", "flash_hub", "_flash_3_hub", "sage_hub", "aiter_fa2_hub"),
     *(*SAGE_QK, *SDPA),
 ]
-WITHOUT_LSE = ["xformers", "flash_4_hub", "flex"]
+WITHOUT_LSE = ["xformers", "flash_4_hub"]
 
 
 @contextmanager
@@ -310,7 +310,12 @@ def check(found: dict[str, Any], kind: str, least: int = 1) -> None:
 @pytest.mark.parametrize(
     ("pair", "how"),
     sampled(
-        [("_native_math", {"ulysses": 2}), ("_native_math", {"ring": 2}), ("flex", {"ulysses": 2})],
+        [
+            ("_native_math", {"ulysses": 2}),
+            ("_native_math", {"ring": 2}),
+            ("flex", {"ulysses": 2}),
+            ("flex", {"ring": 2}),
+        ],
         [BEFORE, AFTER, CONFIGURED],
         of=3,
     ),
@@ -363,7 +368,7 @@ def test_backends_with_an_lse(ranks, config):
 
 
 def test_all_backends_are_tried():
-    assert {*WITH_LSE, *WITHOUT_LSE, "_native_math"} == {*kernels.known_backends()}
+    assert {*WITH_LSE, *WITHOUT_LSE, "_native_math", "flex"} == {*kernels.known_backends()}
 
 
 def test_backends_without_an_lse(ranks):

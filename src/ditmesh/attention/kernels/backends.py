@@ -44,6 +44,29 @@ class Traits:
     deterministic: bool = False
 
 
+def _flex_with_lse(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Flex attention that returns its LSE, which diffusers' function of that name cannot return.
+
+    The function is looked up at every call: a program may have put a compiled one in its place.
+    """
+    from torch.nn.attention import flex_attention
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert bias is not None
+        return score + bias[batch, head, query, key]
+
+    bias = None if mask is None else mask.expand(*q_bhsd.shape[:3], k_bhsd.shape[2])
+    given: dict[str, Any] = {"score_mod": None if bias is None else score_mod, "scale": scale}
+    request = getattr(flex_attention, "AuxRequest", None)
+    if request is None:
+        found: Any = flex_attention.flex_attention(q_bhsd, k_bhsd, v_bhsd, **given, return_lse=True)
+        return found
+    out, more = flex_attention.flex_attention(q_bhsd, k_bhsd, v_bhsd, **given, return_aux=request(lse=True))
+    return out, more.lse
+
+
 _BHS = Traits(lse="bhs")
 TRAITS: dict[str, Traits] = {
     "flash": _BHS,
@@ -52,7 +75,7 @@ TRAITS: dict[str, Traits] = {
     "_flash_3": Traits(lse="bsh"),
     "_flash_3_hub": Traits(lse="bhs", flag="return_attn_probs"),
     "aiter_fa2_hub": _BHS,
-    "flex": Traits(True, additive=True),
+    "flex": Traits(True, _flex_with_lse, additive=True),
     "_native_cudnn": Traits(True, cudnn, cuda=True),
     "_native_efficient": Traits(True, attend_with_lse, cuda=True),
     "_native_flash": Traits(lse=attend_with_lse),
