@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -116,7 +117,7 @@ def benchmark_inputs(batch: int = 1, side: int = SIDE) -> dict[str, Any]:
     }
 
 
-def timed_forward(runs: int) -> float:
+def timed_forward(model: torch.nn.Module, inputs: dict[str, Any], runs: int) -> float:
     """Best time of ``runs`` forwards on this rank as the model stands."""
 
     def once() -> float:
@@ -124,22 +125,24 @@ def timed_forward(runs: int) -> float:
             torch.distributed.barrier()
         start = time.perf_counter()
         with torch.no_grad():
-            benchmark_model()(**benchmark_inputs())
+            model(**inputs)
         return time.perf_counter() - start
 
     return min(once() for _ in range(runs))
 
 
 def seconds(config: dict[str, Any] | None, runs: int) -> float:
+    """Best time of ``runs`` forwards of the benchmark model on this rank; see `seconds_of`."""
+    return seconds_of(benchmark_model(), benchmark_inputs(), config, runs)
+
+
+def seconds_of(model: torch.nn.Module, inputs: dict[str, Any], config: dict[str, Any] | None, runs: int) -> float:
     """Best time of ``runs`` forwards on this rank, after one that does not count."""
     import ditmesh
 
-    if config is None:
-        timed_forward(1)
-        return timed_forward(runs)
-    with ditmesh.parallelized(benchmark_model(), config):
-        timed_forward(1)
-        return timed_forward(runs)
+    with nullcontext() if config is None else ditmesh.parallelized(model, config):
+        timed_forward(model, inputs, 1)
+        return timed_forward(model, inputs, runs)
 
 
 def compare(

@@ -7,7 +7,6 @@ python benchmarks gather --json out.json            # and every figure
 from __future__ import annotations
 
 import sys
-import time
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
-from exact import BASELINE, MODEL, SIDE, TEXT, Contender, arguments, benchmark_inputs, compare
+from exact import BASELINE, MODEL, SIDE, TEXT, Contender, arguments, benchmark_inputs, compare, seconds_of
 
 CONTENDERS = [
     BASELINE,
@@ -56,27 +55,8 @@ def model_and_inputs(heads: int | None) -> tuple[torch.nn.Module, dict[str, Any]
 
 
 def seconds(heads: int | None, config: dict[str, Any] | None, runs: int) -> float:
-    """Best time of ``runs`` forwards on this rank, after one that does not count."""
-    import ditmesh
-
-    model, inputs = model_and_inputs(heads)
-
-    def forward() -> float:
-        if torch.distributed.get_world_size() > 1:
-            torch.distributed.barrier()
-        start = time.perf_counter()
-        with torch.no_grad():
-            model(**inputs)
-        return time.perf_counter() - start
-
-    def best() -> float:
-        forward()
-        return min(forward() for _ in range(runs))
-
-    if config is None:
-        return best()
-    with ditmesh.parallelized(model, config):
-        return best()
+    """Best time of ``runs`` forwards of one of the models on this rank; see `exact.seconds_of`."""
+    return seconds_of(*model_and_inputs(heads), config, runs)
 
 
 def main() -> None:

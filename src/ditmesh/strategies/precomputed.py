@@ -5,7 +5,7 @@ rank holds all of it. A partial run (`core.partial_run`) of the first call finds
 transformer: nothing goes by names. The few operators behind the timestep run for all further timesteps as well. From
 then on the modules return these values, and on a GPU their weights wait in host memory for the end of the request.
 Weights that were in host memory before it, as `ditmesh.load` leaves them there, are on the GPU during calls of their
-module alone. A call whose arguments are others than foreseen is computed when it comes.
+module alone. A call with other arguments than foreseen is computed when it comes.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class PrecomputedModel:
         # Whether a pipeline's call is in progress, in which weights stay what they are.
         self._open = False
         self._stand_ins: dict[str, Patch] = {}
-        # Parameters whose values are in host memory, with these.
+        # Parameters whose values are in host memory, and these values.
         self._away: dict[Tensor, Tensor] = {}
         # Those that are there between requests, too; None: not looked for yet, as other strategies cut weights first.
         self._homeless: set[Tensor] | None = None
