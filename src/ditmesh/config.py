@@ -427,7 +427,9 @@ class ParallelConfig(BaseModel):
 
         Whole weights before ``tensor`` and ``shard``, the smaller degree of these first, and before more is cut
         ``precompute``, with which weights leave a GPU. With at least as many images as devices ``data``; else ``cfg=2``
-        if guidance runs two branches, Ulysses as far as the heads divide and up to 8 ranks, and ``ring`` for the rest.
+        if guidance runs two branches, Ulysses as far as the heads divide and up to 8 ranks, and ``ring`` for the rest:
+        of at most 8 ranks whose heads do not divide with gathered keys, which keep the bits of one device and were not
+        slower; of more with keys that travel beside attention, because those ranks are of several hosts.
 
         Args:
             heads: attention heads of the model (the smallest number among its blocks).
@@ -445,9 +447,13 @@ class ParallelConfig(BaseModel):
                     yield cls(**weights, data=ranks)
                     continue
                 for cfg in (2, 1) if branches > 1 and ranks % 2 == 0 else (1,):
-                    for ulysses in reversed(_divisors(ranks // cfg)):
+                    tokens = ranks // cfg
+                    uneven = tokens <= MAX_ULYSSES and heads % (tokens * tensor) != 0
+                    exchanges = ("gather", "exact") if uneven else ("exact",)
+                    for ulysses in reversed(_divisors(tokens)):
                         if ulysses == 1 or (ulysses <= MAX_ULYSSES and heads % (ulysses * tensor) == 0):
-                            yield cls(**weights, cfg=cfg, ulysses=ulysses, ring=ranks // cfg // ulysses)
+                            axes = {"cfg": cfg, "ulysses": ulysses, "ring": tokens // ulysses}
+                            yield from (cls(**weights, **axes, exchange=each) for each in exchanges)
 
     def for_calls(self, images: int, calls: int) -> ParallelConfig:
         """The configuration for so many calls of a pipeline with so many images each.

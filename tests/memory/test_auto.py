@@ -58,6 +58,8 @@ def test_the_rule_names_the_fastest_rows_of_published_tables():
         (3, {"images": 6}, {"data": 3}),
         (4, {"images": 3, "branches": 2}, {"cfg": 2, "ulysses": 2}),
         (3, {"branches": 2}, {"ulysses": 3}),
+        (5, {}, {"ring": 5, "exchange": "gather"}),
+        (10, {"branches": 2}, {"cfg": 2, "ring": 5, "exchange": "gather"}),
         (16, {}, {"ulysses": 8, "ring": 2}),
         (32, {"branches": 2}, {"cfg": 2, "ulysses": 8, "ring": 2}),
     ],
