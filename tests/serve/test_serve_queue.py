@@ -148,6 +148,20 @@ def test_priorities_and_deadlines_order_the_jobs_of_their_owner(opened: Any) -> 
     assert sorted(places, key=lambda id: places[id]) == order
 
 
+def test_a_deadline_that_cannot_be_met_any_more_does_not_go_first(opened: Any) -> None:
+    clock = [1e9]
+    queue = opened(now=lambda: clock[0])
+    queue.submit("first", request(), "a", 2.0)
+    picture = queue.begin("first")
+    clock[0] += 8.0
+    queue.finish("first", picture, "first.png", JobImage(index=0, seed=0))
+    queue.submit("hopeless", request(deadline_ms=6000), "a", 2.0)
+    queue.submit("small", request(deadline_ms=7000), "a", 1.0)
+    queue.submit("possible", request(deadline_ms=9000), "a", 2.0)
+    # Of an image with other work nothing is known.
+    assert begun(queue) == ["small", "possible", "hopeless"]
+
+
 def sqlite_error(code: int) -> sqlite3.Error:
     """An error as SQLite raises it."""
     error = sqlite3.OperationalError("as SQLite says it")

@@ -24,6 +24,8 @@ from .database import QueueDatabase
 
 # Seconds after which a client should retry when too many images wait.
 RETRY_SECONDS = 5.0
+# Of images, whose seconds are known at a time: clients choose sizes and steps.
+KINDS = 1000
 
 # Which image is next: of jobs that ranks have failed under; then of the owner who has had the least; of that owner
 # the most urgent (`_urgency`). Priorities and deadlines order their owner's jobs: any client may ask for the highest,
@@ -68,6 +70,10 @@ class Queue:
         self.queued = self.running = 0
         self._database = QueueDatabase(folder)
         self.folder = self._database.folder
+        # When images under way began, by job and number; seconds of the latest images, by model and work.
+        self._begun: dict[tuple[str, int], float] = {}
+        self._seconds: dict[tuple[str, float], float] = {}
+        self._database.connection.create_function("seconds", 2, lambda *kind: self._seconds.get(kind, 0.0))
         try:
             with self._change() as db:
                 db.execute("UPDATE facts SET value = value + 1 WHERE name = 'runs'")
@@ -161,6 +167,7 @@ class Queue:
             db.execute("UPDATE facts SET value = ? WHERE name = 'clock'", (clock,))
             used = db.execute("SELECT used FROM owners WHERE owner = ?", (job["owner"],)).fetchone()
             self._charge(db, job, max(clock, used[0] if used else 0.0), 1.0)
+            self._begun[id, picture] = self._now()
         return picture
 
     def _charge(self, db: sqlite3.Connection, job: sqlite3.Row, start: float, pictures: float) -> None:
@@ -183,6 +190,11 @@ class Queue:
             update = "UPDATE pictures SET file = ?, image = ? WHERE job = ? AND picture = ? AND file IS NULL"
             if not db.execute(update, (file, image.model_dump_json(), job["number"], picture)).rowcount:
                 return None
+            if (begun := self._begun.pop((id, picture), None)) is not None:
+                if len(self._seconds) > KINDS:
+                    self._seconds.clear()
+                kind, seconds = (job["model"], job["work"]), self._now() - begun
+                self._seconds[kind] = (self._seconds.get(kind, seconds) + seconds) / 2
             done = "SELECT count(*) FROM pictures WHERE job = ? AND file IS NOT NULL"
             if db.execute(done, (job["number"],)).fetchone()[0] == job["n"]:
                 self._end(db, job, "succeeded")
@@ -234,6 +246,8 @@ class Queue:
             (status, now, now + self.keep, job["number"]),
         )
         db.execute("DELETE FROM pictures WHERE job = ? AND file IS NULL", (job["number"],))
+        for picture in range(job["n"]):
+            self._begun.pop((job["id"], picture), None)
 
     # ---- reading
 
@@ -341,9 +355,10 @@ def as_job(db: sqlite3.Connection, row: sqlite3.Row) -> Job:
 def _urgency(now: float) -> str:
     """The order of one owner's jobs: the highest priority, then the earliest deadline, then the oldest job.
 
-    A job that is late waits like one without a deadline: before others it would make those late as well.
+    A job that is late, or will be by the seconds of the latest image like its own, waits like one without a deadline:
+    before others it would make those late as well.
     """
-    due = f"CASE WHEN j.due > {now!r} THEN j.due END"
+    due = f"CASE WHEN j.due > {now!r} + seconds(j.model, j.work) THEN j.due END"
     return f"j.priority DESC, {due} IS NULL, {due}, j.number"
 
 
