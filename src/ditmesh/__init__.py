@@ -83,5 +83,11 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         from importlib import import_module
 
-        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+        try:
+            return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+        except ImportError:
+            from .core.borrowed import check_borrowed
+
+            check_borrowed()
+            raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

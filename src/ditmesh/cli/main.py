@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from .._version import __version__
+from ..core.borrowed import missing
 from ..errors import InputError, LayoutError, MeetingError, RankFailed, ServerError
 from ..launch import Terminated, ignore_signals, interrupt_cause, leave, raise_on_signals, torchrun_rank
 from ..launch.log_filter import hide_chatter
@@ -135,6 +136,8 @@ def _run(arguments: list[str] | None) -> None:
     except ServerError as error:
         _leave(str(error), 1)
     except Exception as error:
+        if isinstance(error, (ImportError, AttributeError)) and (renamed := next(missing(), None)):
+            _leave(renamed, 2)
         if not is_usage_error(error):
             raise
         _leave(mistake_message(error), 2)

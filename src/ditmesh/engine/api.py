@@ -12,6 +12,7 @@ from torch import nn
 from ..comm.grid import check_ranks
 from ..comm.mesh import DEFAULT_DEADLINE_SECONDS, Mesh
 from ..config import ParallelConfig
+from ..core.borrowed import check_borrowed
 from ..errors import ConfigError, HostsWarning, InputError, LayoutError
 from ..layout import TokenLayout, layout_of
 from ..layout.derive import block_lists
@@ -74,6 +75,7 @@ def parallelize(
         LayoutError: the class has no reviewed layout and cannot be probed.
         InputError: ``target`` has no transformer, or is parallelised already.
     """
+    check_borrowed()
     refuse_twice(target)
     models = denoisers(target)
     if any(ENGINE in vars(model) for model in models):
