@@ -145,11 +145,11 @@ def owner_of(row: Borrowed) -> Any:
     if (owner := sys.modules.get(path)) is None or not inside:
         return owner
     try:
-        found = attrgetter(inside.removesuffix("()"))(owner)
+        inner = attrgetter(inside.removesuffix("()"))(owner)
     except AttributeError:
         # Its names are missing with it.
         return object()
-    return found() if inside.endswith("()") else found
+    return inner() if inside.endswith("()") else inner
 
 
 def has(owner: Any, name: str) -> bool:
