@@ -83,7 +83,7 @@ def private_names() -> Iterator[tuple[str, str]]:
                 names = [str(given.value) for given in node.args[1:2] if isinstance(given, ast.Constant)]
             for name in names:
                 if re.match(r"_[^_]", name) and name not in defined:
-                    yield name, f"{path.relative_to(SOURCE)}:{node.lineno}"
+                    yield name, f"{path.relative_to(SOURCE)}"
 
 
 def test_every_private_name_of_others_is_listed() -> None:
