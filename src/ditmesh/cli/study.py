@@ -245,7 +245,7 @@ def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any]) -> dic
 
 def _say(result: dict[str, Any]) -> Report:
     from ..lab.study.analysis import Mean
-    from ..quality.perceptual import METRIC
+    from ..lab.study.perceptual import METRIC
     from ..report.formatting import number_text
     from ..report.report import Report
 

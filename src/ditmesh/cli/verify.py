@@ -167,7 +167,6 @@ def _verify(
     tolerance: float | None,
 ) -> dict[str, Any] | None:
     """Run all configurations; returns the result as data. None: another rank of torchrun prints it."""
-    from ..quality import perceptual
     from ..verify.comparison import compared_runs
     from ..verify.runs import config_name, reference_config
     from ..verify.verdicts import judge
@@ -184,10 +183,7 @@ def _verify(
             return None
         show("comparing", 0)
         references = {config: reference_config(config) for config in configs}
-        learned = perceptual.available()
-        verdicts = [
-            judge(job, config, runs[config], runs[references[config]][0], tolerance, learned) for config in configs
-        ]
+        verdicts = [judge(job, config, runs[config], runs[references[config]][0], tolerance) for config in configs]
     for config, verdict in zip(configs, verdicts, strict=True):
         if verdict.refused and config in asked:
             raise ConfigError(f"{verdict.config}: {verdict.refused}")
@@ -280,12 +276,6 @@ def _lines(verdict: dict[str, Any]) -> list[str]:
         beyond = verdict["first_beyond"]
         if beyond is not None:
             lines.append(f"{name}: first beyond the tolerance: {Divergence(**beyond).describe()}")
-        if verdict["promise"] != "bits" and len(verdict["growth"]) > 1:
-            start, end = verdict["growth"][0], verdict["growth"][-1]
-            lines.append(
-                f"{name}: difference of the latents {_error(start['latents'])} after step {start['step']}, "
-                f"{_error(end['latents'])} after step {end['step']}"
-            )
     if not verdict["repeats"]:
         lines.append(f"{name}: two runs of it gave different bits")
     return lines

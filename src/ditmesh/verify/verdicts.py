@@ -45,15 +45,6 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class StepDifference:
-    """Largest relative difference in one step, over all prompts: of the latents, and of the prediction."""
-
-    step: int
-    latents: float
-    prediction: float
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The verdict on a configuration compared with one device.
 
@@ -64,12 +55,11 @@ class Verdict:
         equal: images and all of the scheduler's tensors have the same bits as on one device.
         repeats: two runs of the configuration gave the same bits.
         error: the judged figure: the largest of the relative differences of latents (any step) and images.
-        largest, mean, psnr, ssim, perceptual: of the worst image; images: the same for every image.
+        largest, mean, psnr, ssim: of the worst image; images: the same for every image.
         latents: relative difference of the last step's latents.
         seconds, one_device_seconds: of the timed run, without loading.
         bytes_sent: in it, by axis, over all ranks.
         first_bit, first_beyond: where results first differ at all, and beyond the tolerance.
-        growth: difference per step.
     """
 
     config: str
@@ -86,7 +76,6 @@ class Verdict:
     mean: float = 0.0
     psnr: float | None = None
     ssim: float = 1.0
-    perceptual: float | None = None
     images: tuple[metrics.Difference, ...] = ()
     latents: float | None = None
     seconds: float = 0.0
@@ -94,7 +83,6 @@ class Verdict:
     bytes_sent: dict[str, int] = field(default_factory=dict)
     first_bit: Divergence | None = None
     first_beyond: Divergence | None = None
-    growth: tuple[StepDifference, ...] = ()
 
     @property
     def judged(self) -> bool:
@@ -133,14 +121,12 @@ def judge(
     runs: Sequence[RankRun],
     alone: RankRun,
     tolerance: float | None = None,
-    perceptual: bool = False,
 ) -> Verdict:
     """The verdict on a configuration, from the runs of all its ranks.
 
     Args:
         runs: every rank's, in rank order; alone: the one device's.
         tolerance: largest relative difference allowed; None: that of `TOLERANCES`, and none for stale strategies.
-        perceptual: measure the learned perceptual distance too, where its weights are.
     """
     promise = promise_of(config)
     if tolerance is None and promise == "tolerance":
@@ -158,7 +144,7 @@ def judge(
         return verdict
     compared = merge(tensor for run in runs for tensor in run.compared)
     images = tuple(
-        metrics.compare(ours, theirs, perceptual)
+        metrics.compare(ours, theirs)
         for call, reference in zip(runs[0].images, alone.images, strict=True)
         for ours, theirs in zip(call, reference, strict=True)
     )
@@ -179,7 +165,6 @@ def judge(
         bytes_sent=dict(sent),
         first_bit=_place(next((tensor for tensor in compared if not tensor.equal), None)),
         first_beyond=_place(next((tensor for tensor in compared if not tensor.error <= limit), None)),
-        growth=_growth(compared),
     )
 
 
@@ -197,7 +182,7 @@ def _errors(
 
 def _worst(images: Sequence[metrics.Difference]) -> dict[str, Any]:
     """The worst value of each measure, where it was measured; equal images have no PSNR."""
-    measures = {"largest": max, "mean": max, "psnr": min, "ssim": min, "perceptual": max}
+    measures = {"largest": max, "mean": max, "psnr": min, "ssim": min}
     return {
         name: worst((value for image in images if (value := getattr(image, name)) is not None), default=None)
         for name, worst in measures.items()
@@ -208,11 +193,3 @@ def _place(tensor: ComparedTensor | None) -> Divergence | None:
     if tensor is None:
         return None
     return Divergence(tensor.prompt, tensor.step, tensor.tensor, tensor.ranks, tensor.error, tensor.largest)
-
-
-def _growth(compared: Sequence[ComparedTensor]) -> tuple[StepDifference, ...]:
-    steps: dict[int, dict[str, float]] = {}
-    for tensor in compared:
-        errors = steps.setdefault(tensor.step, {"latents": 0.0, "prediction": 0.0})
-        errors[tensor.tensor] = max(errors[tensor.tensor], tensor.error)
-    return tuple(StepDifference(step, **errors) for step, errors in sorted(steps.items()) if step > 0)
