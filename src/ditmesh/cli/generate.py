@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -124,7 +124,10 @@ def generate(
     if torchrun_rank() is not None:
         check_joined(ranks)
     job, kind = _checked(job.changed(config=chosen or "auto"), info, ranks, world_size)
-    _tell_apart(prompts or [])
+    if prompts and 1 < len(prompts) <= MAX_LISTED and not any(" " in prompt for prompt in prompts):
+        # They may be the words of one.
+        listed = ", ".join(map(repr, prompts))
+        print(f"ditmesh: {len(prompts)} prompts: {listed} (quote a prompt of several words)", file=sys.stderr)
     result = _on_ranks(job, ranks, world_size, kind, began)
     if result is not None:
         emit(result, run.as_json, _say)
@@ -154,13 +157,6 @@ def _checked(
     kind = ranks.kind(world_size if torchrun is None else torchrun.local_size)
     check_offload(job.offload, kind)
     return fetched(job.changed(dtype=ranks.dtype_on(kind)), info), kind
-
-
-def _tell_apart(prompts: Sequence[str]) -> None:
-    """Say how many prompts there are where they may be the words of one."""
-    if 1 < len(prompts) <= MAX_LISTED and not any(" " in prompt for prompt in prompts):
-        listed = ", ".join(map(repr, prompts))
-        print(f"ditmesh: {len(prompts)} prompts: {listed} (quote a prompt of several words)", file=sys.stderr)
 
 
 def check_joined(ranks: RankOptions) -> None:

@@ -108,7 +108,12 @@ def verify(
     offered = _checked(job, info, asked, comparing.all_of)
     joined = torchrun_rank()
     if joined is not None:
-        _check_joined(joined.world_size, [*asked, *offered], ranks)
+        check_joined(ranks)
+        if other := next((config for config in (*asked, *offered) if config.world_size != joined.world_size), None):
+            raise InputError(
+                f"torchrun has started {joined.world_size} ranks, and {other.describe()!r} is for {other.world_size}; "
+                "leave it out, or leave torchrun out, and ranks are started for each configuration"
+            )
     kind = ranks.kind(largest if joined is None else joined.local_size)
     job = fetched(job.changed(dtype=ranks.dtype_on(kind)), info)
     result = _verify(job, asked, offered, kind, ranks, comparing.tolerance)
@@ -146,16 +151,6 @@ def _checked(
     guided = job.guidance is None or job.guidance > 1
     offered = sensible(all_of, info, job.n, guided, job.size, job.frames or 1)
     return [config for config in offered if config not in asked]
-
-
-def _check_joined(world_size: int, configs: Sequence[ParallelConfig], ranks: RankOptions) -> None:
-    check_joined(ranks)
-    for config in configs:
-        if config.world_size != world_size:
-            raise InputError(
-                f"torchrun has started {world_size} ranks, and {config.describe()!r} is for {config.world_size}; leave "
-                "it out, or leave torchrun out, and ranks are started for each configuration"
-            )
 
 
 def _verify(
@@ -264,18 +259,18 @@ def _cells(verdict: dict[str, Any]) -> list[str]:
 
 
 def _lines(verdict: dict[str, Any]) -> list[str]:
-    from ..verify.verdicts import Divergence
+    from ..verify.steps import ComparedTensor
 
     name = verdict["config"]
     if verdict["refused"]:
         return [f"{name}: {verdict['refused']}"]
     lines = []
     if verdict["first_bit"] is not None:
-        first = Divergence(**verdict["first_bit"])
+        first = ComparedTensor(**verdict["first_bit"])
         lines.append(f"{name}: first bits that differ: {first.describe()}")
         beyond = verdict["first_beyond"]
         if beyond is not None:
-            lines.append(f"{name}: first beyond the tolerance: {Divergence(**beyond).describe()}")
+            lines.append(f"{name}: first beyond the tolerance: {ComparedTensor(**beyond).describe()}")
     if not verdict["repeats"]:
         lines.append(f"{name}: two runs of it gave different bits")
     return lines

@@ -24,27 +24,6 @@ TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """The first place where a configuration differs from one device, as a `ComparedTensor` has it.
-
-    ``error``, ``largest``: relative and absolute difference.
-    """
-
-    prompt: int
-    step: int
-    tensor: str
-    ranks: tuple[int, ...]
-    error: float
-    largest: float
-
-    def describe(self) -> str:
-        """The place as text, such as ``step 2, prediction (rank 1)``."""
-        prompt = f"prompt {self.prompt}, " if self.prompt > 1 else ""
-        ranks = f"{'rank' if len(self.ranks) == 1 else 'ranks'} {' and '.join(map(str, self.ranks))}"
-        return f"{prompt}step {self.step}, {self.tensor} ({ranks})"
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The verdict on a configuration compared with one device.
 
@@ -81,8 +60,8 @@ class Verdict:
     seconds: float = 0.0
     one_device_seconds: float = 0.0
     bytes_sent: dict[str, int] = field(default_factory=dict)
-    first_bit: Divergence | None = None
-    first_beyond: Divergence | None = None
+    first_bit: ComparedTensor | None = None
+    first_beyond: ComparedTensor | None = None
 
     @property
     def judged(self) -> bool:
@@ -158,38 +137,27 @@ def judge(
         equal=same_images and all(result.equal for result in (*images, *compared)),
         repeats=all(run.repeats for run in runs),
         **_errors(compared, images, same_images),
-        **_worst(images),
         images=images,
         seconds=max(run.seconds for run in runs),
         one_device_seconds=alone.seconds,
         bytes_sent=dict(sent),
-        first_bit=_place(next((tensor for tensor in compared if not tensor.equal), None)),
-        first_beyond=_place(next((tensor for tensor in compared if not tensor.error <= limit), None)),
+        first_bit=next((tensor for tensor in compared if not tensor.equal), None),
+        first_beyond=next((tensor for tensor in compared if not tensor.error <= limit), None),
     )
 
 
 def _errors(
     compared: Sequence[ComparedTensor], images: Sequence[metrics.Difference], same_images: bool
 ) -> dict[str, Any]:
-    """The judged figure, and the difference of the last step's latents."""
+    """The judged figure, the difference of the last step's latents, and the worst value of each measure of images."""
     latents = [tensor for tensor in compared if tensor.tensor == "latents"]
     errors = [*(tensor.error for tensor in latents), *(image.largest for image in images)]
     return {
         "error": max([*errors, 0.0 if same_images else inf]),
         "latents": max((tensor.error for tensor in latents if tensor.step == latents[-1].step), default=None),
+        "largest": max(image.largest for image in images),
+        "mean": max(image.mean for image in images),
+        # Equal images have none.
+        "psnr": min((image.psnr for image in images if image.psnr is not None), default=None),
+        "ssim": min(image.ssim for image in images),
     }
-
-
-def _worst(images: Sequence[metrics.Difference]) -> dict[str, Any]:
-    """The worst value of each measure, where it was measured; equal images have no PSNR."""
-    measures = {"largest": max, "mean": max, "psnr": min, "ssim": min}
-    return {
-        name: worst((value for image in images if (value := getattr(image, name)) is not None), default=None)
-        for name, worst in measures.items()
-    }
-
-
-def _place(tensor: ComparedTensor | None) -> Divergence | None:
-    if tensor is None:
-        return None
-    return Divergence(tensor.prompt, tensor.step, tensor.tensor, tensor.ranks, tensor.error, tensor.largest)
