@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -39,7 +37,7 @@ from .values import fetched, parallel_config, picture_job, read_prompts, videos_
 if TYPE_CHECKING:
     from ..generate.job import Generated, PictureJob
     from ..generate.model_info import ModelInfo
-    from ..launch import Launcher, MessageSink
+    from ..launch import Launcher
 
 
 # Maximum number of images that are listed when a job is interrupted.
@@ -191,31 +189,22 @@ def _on_ranks(
 
 
 def generated(job: PictureJob, ranks: Launcher) -> tuple[list[Generated], dict[str, Any]]:
-    """Run a job on ranks, with a progress bar; its images, and facts such as times."""
-    from ..generate.run import generate
-
-    with progress(job, ranks.is_reporter) as (report, made, facts):
-        seconds = ranks.run(generate, job, on_message=lambda _, message: report(message))
-    return made, {**facts, "seconds": max(seconds)}
-
-
-@contextlib.contextmanager
-def progress(job: PictureJob, shown: bool) -> Iterator[tuple[MessageSink, list[Generated], dict[str, Any]]]:
-    """A progress bar for the whole job from rank 0's reports; collects the images and facts such as times.
+    """Run a job on ranks, with a progress bar; its images, and facts such as times.
 
     If the job is interrupted, the finished images are listed.
     """
     from rich.progress import TextColumn, TimeRemainingColumn
 
     from ..generate.job import Generated, Loaded, StepDone, UserNote
+    from ..generate.run import generate
 
     pictures: list[Generated] = []
     facts: dict[str, Any] = {}
     try:
-        with bar(TextColumn("steps"), TimeRemainingColumn(), shown=shown) as progress:
+        with bar(TextColumn("steps"), TimeRemainingColumn(), shown=ranks.is_reporter) as progress:
             task = progress.add_task("loading", total=None)
 
-            def report(message: Any) -> None:
+            def report(_: int, message: Any) -> None:
                 if isinstance(message, Loaded):
                     facts.setdefault("load_seconds", message.seconds)
                     if message.config is not None:
@@ -234,13 +223,14 @@ def progress(job: PictureJob, shown: bool) -> Iterator[tuple[MessageSink, list[G
                     same = {name: value for name in SHARED if (value := getattr(first, name)) == getattr(ours, name)}
                     pictures.append(replace(message, receipt=ours.model_copy(update=same)))
 
-            yield report, pictures, facts
+            facts["seconds"] = max(ranks.run(generate, job, on_message=report))
     except (RankFailed, KeyboardInterrupt):
         if pictures:
             names = ", ".join(picture.path for picture in pictures[:MAX_LISTED])
             more = f" and {len(pictures) - MAX_LISTED} more in {job.out}" if len(pictures) > MAX_LISTED else ""
             print(f"{len(pictures)} of {job.total} images were generated before: {names}{more}", file=sys.stderr)
         raise
+    return pictures, facts
 
 
 def _say(result: dict[str, Any]) -> Report:
