@@ -17,7 +17,7 @@ $(BIN)/ditmesh: pyproject.toml constraints.txt
 	@touch $(BIN)/ditmesh
 
 generate: $(BIN)/ditmesh  ## generate pictures with two worker processes and the embedded model
-	$(BIN)/ditmesh generate $(PROMPTS) $(DEVICES) --out $(OUT) --compare
+	$(BIN)/ditmesh generate $(PROMPTS) $(DEVICES) --out $(OUT)
 
 # Two processes, each a file at a time and in the order of folders, so that the modules of a folder are imported once. At the
 # lowest priority: a server's ranks take a lower one, and would starve beside the other process.

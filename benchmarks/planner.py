@@ -29,14 +29,14 @@ def published() -> dict[str, Any]:
     from ditmesh.lab.plan.roofline import predict
     from ditmesh.layout import layout_of
     from ditmesh.layout.describe import meta_model
-    from ditmesh.memory.catalogue import shape
+    from ditmesh.memory.catalogue import shapes
     from ditmesh.memory.sizes import workload_of
     from ditmesh.strategies.heads import heads_of
 
     result: dict[str, Any] = {}
     for path in sorted(TABLES.glob("*.yaml")):
         table = yaml.safe_load(path.read_text())
-        known = shape(table["model"])
+        known = shapes()[table["model"]]
         frames, rows, cols = known.token_grid(*table["size"], table.get("frames", 1))
         asked = {"rows": rows, "cols": cols, "frames": frames, "branches": table["branches"], "steps": table["steps"]}
         job = replace(workload_of(known, text=table.get("text")), **asked)

@@ -97,13 +97,13 @@ XL2_SETTINGS = {
 
 def case_of(name: str, scale: float, blocks: int | None) -> Case:
     """A model of the catalogue, with sides of the picture scaled, and some of its blocks or all (None)."""
-    from ditmesh.memory.catalogue import shape
+    from ditmesh.memory.catalogue import shapes
 
     if name == XL2:
         side = max(1, round(16 * scale))
         settings = XL2_SETTINGS | {"sample_size": 2 * side} | ({} if blocks is None else {"num_layers": blocks})
         return Case(name, "DiTTransformer2DModel", settings, (16 * side, 16 * side), side, side, 1, 0)
-    known, (width, height, frames) = shape(name), SIZES[name]
+    known, (width, height, frames) = shapes()[name], SIZES[name]
     rows, cols = (max(1, round(side * scale / known.pixels)) for side in (height, width))
     settings = known.config if blocks is None else {**known.config, "num_layers": blocks}
     size = cols * known.pixels, rows * known.pixels

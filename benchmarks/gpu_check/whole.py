@@ -109,12 +109,12 @@ def sizes(quick: bool) -> Iterator[Row]:
     from ditmesh.lab.plan.roofline import predict
     from ditmesh.layout import layout_of
     from ditmesh.layout.conventions import Conventions, Size, call_variants
-    from ditmesh.memory.catalogue import shape
+    from ditmesh.memory.catalogue import shapes
     from ditmesh.memory.sizes import Workload
     from ditmesh.memory.walk import denoise
 
     def check(name: str) -> Row:
-        known = shape(name)
+        known = shapes()[name]
         frames, rows, cols = known.token_grid(*known.size, known.num_frames)
         if quick or not ON_GPU:
             frames, rows, cols = 1, 4, 4

@@ -95,11 +95,6 @@ def problem_text(problem: Mapping[str, Any]) -> str:
     return message[:1].lower() + message[1:]
 
 
-def nearest_problem(problems: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """For a value of several possible types, the error for the nearest type."""
-    return max(problems, key=lambda problem: (len(problem["loc"]), not problem["type"].endswith("_type")))
-
-
 def shortened(error: BaseException, at_most: int = 200, with_kind: bool = False) -> str:
     """The message of an error on one line, for use inside another message.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 
 from .config import AXES, REPLICAS, ParallelConfig
@@ -26,7 +25,10 @@ def resized(config: ParallelConfig, devices: int, heads: int | None = None) -> P
     settings = config.model_dump() | dict.fromkeys(AXES, 1) | {"speeds": None, "shard": 1}
 
     def sharing(**degrees: int) -> ParallelConfig:
-        shard = _closest_shard(config, {**dict.fromkeys(AXES, 1), **degrees})
+        # A rank holds as little of the weights as now, if that can be.
+        replicas = prod(degrees.get(axis, 1) for axis in REPLICAS)
+        whole = replicas if config.shard > 1 else 1
+        shard = next((n for n in range(config.shard, replicas) if replicas % n == 0), whole)
         return ParallelConfig(**{**settings, **degrees, "shard": shard})
 
     if config.stages_or_patches:
@@ -40,9 +42,3 @@ def resized(config: ParallelConfig, devices: int, heads: int | None = None) -> P
         settings |= {"exchange": "exact", "compress": None, "predict": None}
     exact = ParallelConfig.auto(devices, heads) if heads is not None else ParallelConfig(ring=devices)
     return sharing(ulysses=exact.ulysses, ring=exact.ring)
-
-
-def _closest_shard(config: ParallelConfig, degrees: Mapping[str, int]) -> int:
-    """The degree of sharing weights with which a rank of new degrees holds as little as now, if that can be."""
-    replicas = prod(degrees[axis] for axis in REPLICAS if axis != "data" or config.inputs != "per-data-rank")
-    return next((n for n in range(config.shard, replicas) if replicas % n == 0), replicas if config.shard > 1 else 1)

@@ -181,7 +181,7 @@ SECRET = "a secret wish"
 def test_what_libraries_say_of_prompts_is_hidden(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ditmesh.launch.log_filter import hidden_texts
+    from ditmesh.serve.worker.private_texts import hidden_texts
 
     # As they are outside of pytest.
     monkeypatch.setattr(warnings, "showwarning", lambda text, kind, *place: print(kind.__name__, text, file=sys.stderr))

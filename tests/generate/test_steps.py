@@ -14,6 +14,7 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.generate.run import generate
 from ditmesh.generate.steps import SchedulerStep, StepEvents
 from ditmesh.request import PictureRequest
+from ditmesh.serve.worker.previews import estimated_image
 from support.exam import EXAMS
 
 
@@ -30,7 +31,7 @@ def test_listeners_hear_of_every_step_until_they_are_taken_off():
         sample = scheduler.step(torch.ones_like(sample), time, sample=sample, return_dict=False)[0]
     assert counted == [0, 1, 2]
     assert heard[-1].latents() is sample
-    estimates = [step.estimate() for step in heard]
+    estimates = [estimated_image(step) for step in heard]
     # A straight path points to one place from everywhere.
     assert all(one is not None and torch.allclose(one, sample) for one in estimates)
     second.undo()

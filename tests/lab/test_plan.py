@@ -24,7 +24,7 @@ from ditmesh.lab.plan.step import Steps, steps_of
 from ditmesh.lab.plan.subject import subject
 from ditmesh.layout.conventions import Size
 from ditmesh.memory.cards import parts
-from ditmesh.memory.catalogue import shape
+from ditmesh.memory.catalogue import shapes
 from ditmesh.memory.sizes import Workload
 from support.models import inputs, run, tiny
 from support.sample import sampled
@@ -194,7 +194,7 @@ def test_published_tables_have_a_source_and_fit_the_catalogue(path):
     table = yaml.safe_load(path.read_text())
     # A file at a commit, or a thread.
     assert re.search(r"@[0-9a-f]{8}|github\.com/\S+/pull/\d+", table["source"])
-    assert shape(table["model"]).token_grid(*table["size"], table.get("frames", 1))
+    assert shapes()[table["model"]].token_grid(*table["size"], table.get("frames", 1))
     made = machine(table["device"], table["devices"])
     assert link(table["link"]).bandwidth > 0
     for row in table["rows"]:

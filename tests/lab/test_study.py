@@ -16,7 +16,7 @@ import ditmesh
 from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.errors import InputError
-from ditmesh.lab.study import analysis, plan, running, samplers
+from ditmesh.lab.study import analysis, perceptual, plan, running, samplers
 from ditmesh.lab.study.analysis import Mean, StudyResults
 from ditmesh.lab.study.store import Store
 from support.html import Reader
@@ -381,3 +381,29 @@ def test_a_run_that_went_astray(tmp_path):
     (line,) = (tmp_path / "cells.jsonl").read_text().splitlines()
     assert json.loads(line) == {"key": "x", "images": [], "prediction_error": [[None, 1.0]], "3": None}
     assert analysis.mean([None, 1.0]) == Mean(1.0, None, 1)
+
+
+# ---- distances
+
+
+@pytest.mark.skipif(not perceptual.available(), reason=perceptual.HINT)
+def test_perceptual_distance_is_that_of_its_authors():
+    """Values of stlpips_pytorch 0.0.2's own `LPIPS(net="alex", variant="shift_tolerant")`."""
+    y, x = np.mgrid[:96, :128] / 64
+    one = np.stack([np.sin(3 * x) ** 2, np.cos(4 * y) ** 2, x * y / (x * y).max()], -1)
+    noise = np.random.default_rng(0).random((96, 128, 3))
+    assert perceptual.distance(one, np.roll(one, 3, 1)) == pytest.approx(0.015879465267062187, rel=1e-5)
+    assert perceptual.distance(noise, one) == pytest.approx(1.0340404510498047, rel=1e-5)
+    assert perceptual.distance(one, one) == 0
+    # A small picture is enlarged.
+    small = one[:32, :48]
+    assert perceptual.distance(small, small[:, ::-1]) > 0
+
+
+def test_the_measures_of_a_video_are_those_of_its_frames():
+    exact = np.zeros((2, 16, 16, 3))
+    other = exact + np.array([0.0, 0.1]).reshape(2, 1, 1, 1)
+    found, same = running.distances([*zip(other, exact, strict=True)]), running.distances([(exact[0], exact[0])])
+    assert found["psnr"] == pytest.approx(20 + 10 * np.log10(2))
+    assert found["ssim"] == pytest.approx((1 + running.distances([(other[1], exact[1])])["ssim"]) / 2)
+    assert (found["equal"], same["equal"], same["psnr"], same["ssim"]) == (False, True, None, 1)

@@ -14,7 +14,6 @@ from ditmesh.cli.main import main
 from ditmesh.generate import video
 from ditmesh.generate.receipt import PNG_KEYWORD, read_receipt
 from ditmesh.media.videos import read_frames
-from ditmesh.quality.metrics import Difference, of_video
 from support.tiny import save_tiny_wan
 
 pytest.importorskip("av")
@@ -87,14 +86,6 @@ def test_sides_that_are_odd_and_animated_pictures(tmp_path: Path):
     read = read_frames(tmp_path / "moving.png", "moving.png")
     assert video.frames_digest(read) == video.frames_digest(frames)
     assert video.frames_digest(read) != video.frames_digest(frames[::-1])
-
-
-def test_the_measures_of_a_video_are_those_of_its_frames():
-    equal, other = Difference(True, 0.0, 0.0, None, 1.0), Difference(False, 0.5, 0.1, 20.0, 0.8)
-    found = of_video([equal, other])
-    assert (found.equal, found.largest, found.mean, found.ssim) == (False, 0.5, 0.05, 0.9)
-    assert found.psnr == pytest.approx(20 + 10 * np.log10(2))
-    assert of_video([equal, equal]).psnr is None
 
 
 # --- generate and replay -----------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from ditmesh.launch import RankPool
 from ditmesh.layout import layout_of
 from ditmesh.layout.describe import meta_model
 from ditmesh.memory import check
-from ditmesh.memory.catalogue import shape
+from ditmesh.memory.catalogue import shapes
 from ditmesh.memory.check import Demand, components_of_shape
 from ditmesh.memory.sizes import workload_of
 from ditmesh.strategies.heads import heads_of
@@ -41,7 +41,7 @@ def test_the_rule_names_the_fastest_rows_of_published_tables():
     for path in PUBLISHED:
         table = yaml.safe_load(path.read_text())
         rows = {ParallelConfig(**row["config"]): row["seconds"] for row in table["rows"]}
-        known = shape(table["model"])
+        known = shapes()[table["model"]]
         model = meta_model(known.transformer, known.config)
         heads, devices = heads_of(model, layout_of(model)), max(config.world_size for config in rows)
         chosen = ParallelConfig.auto(devices, heads, branches=table["branches"], fits=rows.__contains__)
@@ -80,7 +80,7 @@ def test_the_rule_cuts_weights_as_little_as_fits():
 
 
 def demand(name: str, **asked: Any) -> Demand:
-    known = shape(name)
+    known = shapes()[name]
     workload = workload_of(known)
     return Demand(components_of_shape(known), workload, workload, torch.bfloat16, "cuda", runtime=0.7e9, **asked)
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from ditmesh.core.digests import digest
 from ditmesh.errors import InputError
-from ditmesh.quality import metrics, perceptual, pictures
+from ditmesh.quality import metrics, pictures
 from ditmesh.report import formatting
 
 
@@ -81,20 +81,6 @@ def test_digest_tells_bits_shapes_and_types():
     others = {digest(x) for x in (-values, values.double(), values.view(2, 2), values.numpy())}
     assert len(same) == 1
     assert len(others | same) == 5
-
-
-@pytest.mark.skipif(not perceptual.available(), reason=perceptual.HINT)
-def test_perceptual_distance_is_that_of_its_authors():
-    """Values of stlpips_pytorch 0.0.2's own `LPIPS(net="alex", variant="shift_tolerant")`."""
-    y, x = np.mgrid[:96, :128] / 64
-    one = np.stack([np.sin(3 * x) ** 2, np.cos(4 * y) ** 2, x * y / (x * y).max()], -1)
-    noise = np.random.default_rng(0).random((96, 128, 3))
-    assert perceptual.distance(one, np.roll(one, 3, 1)) == pytest.approx(0.015879465267062187, rel=1e-5)
-    assert perceptual.distance(noise, one) == pytest.approx(1.0340404510498047, rel=1e-5)
-    assert perceptual.distance(one, one) == 0
-    # A small picture is enlarged.
-    small = one[:32, :48]
-    assert perceptual.distance(small, small[:, ::-1]) > 0
 
 
 def test_numbers_are_formatted_for_people():

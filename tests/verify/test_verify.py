@@ -92,7 +92,6 @@ def test_exact_strategies_pass_and_equal_ones_are_called_equal(ranks, job, alone
         assert verdict.tolerance == 1e-4
         assert sum(verdict.bytes_sent.values()) > 0
         assert verdict.seconds > 0
-        assert [step.step for step in verdict.growth] == [1, 2, 3]
         json.dumps(verdict.as_data(), allow_nan=False)
     same = found["ulysses"]
     assert (same.equal, same.outcome) == (True, "same bits")
@@ -142,9 +141,6 @@ def test_a_broken_exchange_is_found_at_its_step(ranks, job, alone):
         assert found.describe() == "prompt 2, step 2, prediction (ranks 0 and 1)"
     # The recorded run was broken, the timed one (runs 7 to 12) was not.
     assert not verdict.repeats
-    growth = {step.step: step for step in verdict.growth}
-    assert (growth[1].latents, growth[1].prediction) == (0, 0)
-    assert growth[2].prediction > 1e-3
 
 
 class ForgetfulTiles(TiledSequence):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +11,7 @@ import typer
 
 from ..config import ParallelConfig
 from ..errors import InputError, RankFailed
-from ..launch import guarded_folder, launcher, torchrun_rank
+from ..launch import launcher, torchrun_rank
 from ..report.formatting import count
 from ..report.report import Report
 from .options import (
@@ -30,7 +28,6 @@ from .options import (
     check_offload,
     common_option,
     memory_check,
-    output_option,
     picture_option,
     with_groups,
 )
@@ -40,7 +37,7 @@ from .values import fetched, parallel_config, picture_job, read_prompts, videos_
 if TYPE_CHECKING:
     from ..generate.job import Generated, PictureJob
     from ..generate.model_info import ModelInfo
-    from ..launch import Launcher, MessageSink
+    from ..launch import Launcher
 
 
 # Maximum number of images that are listed when a job is interrupted.
@@ -65,9 +62,6 @@ class RunOptions:
     config: ConfigFile = None
     memory_limit: MemoryLimit = None
     overwrite: Overwrite = False
-    compare: Annotated[
-        bool, output_option("--compare", help="Generate on one device too, and compare speed and images.")
-    ] = False
     as_json: AsJson = False
 
     def of_job(self) -> dict[str, Any]:
@@ -115,7 +109,7 @@ def generate(
 
     ditmesh generate "a red fox runs" --model ./my-wan --devices 4 --frames 81 --fps 16
 
-    ditmesh generate --prompts animals.txt --ulysses 2 --cfg 2 --steps 20 --out animals --compare
+    ditmesh generate --prompts animals.txt --ulysses 2 --cfg 2 --steps 20 --out animals
 
     torchrun --nproc-per-node 4 -m ditmesh generate "a red fox" --model ./my-flux
 
@@ -125,10 +119,14 @@ def generate(
     asked = read_prompts(prompts, pictures.prompts_file)
     job, info = picture_job(model, asked, pictures, ranks.timeout, out, **inputs.of_job(), **run.of_job())
     world_size, chosen = parallel_config(devices, run.config, settings, info.heads)
-    _check_launch(ranks, world_size, run.compare)
+    if torchrun_rank() is not None:
+        check_joined(ranks)
     job, kind = _checked(job.changed(config=chosen or "auto"), info, ranks, world_size)
-    _tell_apart(prompts or [])
-    result = _on_ranks(job, ranks, world_size, kind, run.compare, began)
+    if prompts and 1 < len(prompts) <= MAX_LISTED and not any(" " in prompt for prompt in prompts):
+        # They may be the words of one.
+        listed = ", ".join(map(repr, prompts))
+        print(f"ditmesh: {len(prompts)} prompts: {listed} (quote a prompt of several words)", file=sys.stderr)
+    result = _on_ranks(job, ranks, world_size, kind, began)
     if result is not None:
         emit(result, run.as_json, _say)
 
@@ -159,23 +157,6 @@ def _checked(
     return fetched(job.changed(dtype=ranks.dtype_on(kind)), info), kind
 
 
-def _tell_apart(prompts: Sequence[str]) -> None:
-    """Say how many prompts there are where they may be the words of one."""
-    if 1 < len(prompts) <= MAX_LISTED and not any(" " in prompt for prompt in prompts):
-        listed = ", ".join(map(repr, prompts))
-        print(f"ditmesh: {len(prompts)} prompts: {listed} (quote a prompt of several words)", file=sys.stderr)
-
-
-def _check_launch(ranks: RankOptions, world_size: int, compare: bool) -> None:
-    joined = torchrun_rank() is not None
-    if compare and joined:
-        raise InputError("--compare starts ranks of its own; leave torchrun out and use --devices")
-    if compare and world_size == 1:
-        raise InputError("--compare with 1 device compares nothing; use --devices 2 or more")
-    if joined:
-        check_joined(ranks)
-
-
 def check_joined(ranks: RankOptions) -> None:
     """Reject a launcher if torchrun has started the ranks."""
     if ranks.launcher is not None:
@@ -183,115 +164,56 @@ def check_joined(ranks: RankOptions) -> None:
 
 
 def _on_ranks(
-    job: PictureJob,
-    ranks: RankOptions,
-    world_size: int,
-    kind: Literal["cpu", "cuda"],
-    compare: bool,
-    began: float,
+    job: PictureJob, ranks: RankOptions, world_size: int, kind: Literal["cpu", "cuda"], began: float
 ) -> dict[str, Any] | None:
-    """Generate. What to say about it; None: another process says it.
-
-    Args:
-        began: when the command did, by `time.perf_counter`.
-    """
+    """Generate; ``began``: when the command did. What to say about it; None: another process says it."""
     # If torchrun has started the ranks, this process is one of them.
     name = "torchrun" if torchrun_rank() is not None else ranks.launcher
     with launcher(name, world_size, kind, ranks.threads, job.timeout) as started:
         start_seconds = time.perf_counter() - began
         pictures, facts = generated(job, started)
-        facts["start_seconds"] = start_seconds
-        # The same for one device and for N: the ratio is then one of devices.
-        threads = started.threads
         if not started.is_reporter:
             return None
     config = pictures[0].receipt.config if isinstance(job.config, str) else job.config
-    result: dict[str, Any] = {
+    return {
         "images": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in pictures],
         "out": job.out,
         "config": ParallelConfig.read(config).model_dump(),
         "devices": world_size,
         "device": kind,
-        "threads": threads,
+        "threads": started.threads,
         **facts,
+        "start_seconds": start_seconds,
         "total_seconds": time.perf_counter() - began,
     }
-    if compare:
-        result["compare"] = _compared(job, name, kind, threads, pictures, result["seconds"])
-    return result
 
 
-def _compared(
-    job: PictureJob,
-    name: str | None,
-    kind: Literal["cpu", "cuda"],
-    threads: int | None,
-    pictures: list[Generated],
-    seconds: float,
-) -> dict[str, Any]:
-    """Run the job on one device in the same mode, and compare with the result of several."""
-    from ..resizing import resized
-
-    strict = not isinstance(job.config, str) and job.config.reproducible
-    config = resized(ParallelConfig.read(job.config), 1) if strict else ParallelConfig()
-    with guarded_folder("ditmesh-compare-") as folder, launcher(name, 1, kind, threads, job.timeout) as ranks:
-        alone, facts = generated(job.changed(config=config, out=folder), ranks, "one device")
-        difference = max(map(_largest_difference, pictures, alone))
-    return {
-        "one_device_seconds": facts["seconds"],
-        "ratio": facts["seconds"] / seconds,
-        "largest_difference": difference,
-    }
-
-
-def _largest_difference(ours: Generated, theirs: Generated) -> int:
-    """The largest difference of any channel of any pixel, of 255; for videos, of the compressed frames unless equal."""
-    from ..generate.replay import pixels_of
-
-    digest = ours.receipt.frames_digest
-    if digest is not None and digest == theirs.receipt.frames_digest:
-        return 0
-    largest = int(abs(pixels_of(ours.path).astype(int) - pixels_of(theirs.path)).max())
-    return largest if digest is None else max(1, largest)
-
-
-def generated(job: PictureJob, ranks: Launcher, what: str = "generating") -> tuple[list[Generated], dict[str, Any]]:
-    """Run a job on ranks, with a progress bar; its images, and facts such as times."""
-    from ..generate.run import generate
-
-    with progress(job, what, ranks.is_reporter) as (report, made, facts):
-        seconds = ranks.run(generate, job, on_message=lambda _, message: report(message))
-    return made, {**facts, "seconds": max(seconds)}
-
-
-@contextlib.contextmanager
-def progress(
-    job: PictureJob, what: str, shown: bool = True
-) -> Iterator[tuple[MessageSink, list[Generated], dict[str, Any]]]:
-    """A progress bar for the whole job from rank 0's reports; collects the images and facts such as times.
+def generated(job: PictureJob, ranks: Launcher) -> tuple[list[Generated], dict[str, Any]]:
+    """Run a job on ranks, with a progress bar; its images, and facts such as times.
 
     If the job is interrupted, the finished images are listed.
     """
     from rich.progress import TextColumn, TimeRemainingColumn
 
     from ..generate.job import Generated, Loaded, StepDone, UserNote
+    from ..generate.run import generate
 
     pictures: list[Generated] = []
     facts: dict[str, Any] = {}
     try:
-        with bar(TextColumn("steps"), TimeRemainingColumn(), shown=shown) as progress:
+        with bar(TextColumn("steps"), TimeRemainingColumn(), shown=ranks.is_reporter) as progress:
             task = progress.add_task("loading", total=None)
 
-            def report(message: Any) -> None:
+            def report(_: int, message: Any) -> None:
                 if isinstance(message, Loaded):
                     facts.setdefault("load_seconds", message.seconds)
                     if message.config is not None:
                         facts["config"] = message.config
-                    progress.update(task, description=what, total=message.steps * job.total)
+                    progress.update(task, description="generating", total=message.steps * job.total)
                 elif isinstance(message, UserNote):
                     progress.console.print(f"ditmesh: {message.text}", markup=False, highlight=False, soft_wrap=True)
                 elif isinstance(message, StepDone):
-                    words = f"{what}, {message.note}" if message.note else what
+                    words = f"generating, {message.note}" if message.note else "generating"
                     # The schedule gives the number of steps: Heun has nearly twice the requested number.
                     progress.update(task, description=words, total=message.of * job.total)
                     progress.advance(task, message.pictures * message.steps)
@@ -301,13 +223,14 @@ def progress(
                     same = {name: value for name in SHARED if (value := getattr(first, name)) == getattr(ours, name)}
                     pictures.append(replace(message, receipt=ours.model_copy(update=same)))
 
-            yield report, pictures, facts
+            facts["seconds"] = max(ranks.run(generate, job, on_message=report))
     except (RankFailed, KeyboardInterrupt):
         if pictures:
             names = ", ".join(picture.path for picture in pictures[:MAX_LISTED])
             more = f" and {len(pictures) - MAX_LISTED} more in {job.out}" if len(pictures) > MAX_LISTED else ""
             print(f"{len(pictures)} of {job.total} images were generated before: {names}{more}", file=sys.stderr)
         raise
+    return pictures, facts
 
 
 def _say(result: dict[str, Any]) -> Report:
@@ -318,25 +241,11 @@ def _say(result: dict[str, Any]) -> Report:
     devices, threads = count(result["devices"], "device"), count(result["threads"] or 0, "thread")
     on_cpu = result["device"] == "cpu" and result["threads"]
     where = f"{config}, {result['device']}{f', {threads} each' if on_cpu else ''}"
-    start = f"{result['start_seconds']:.1f} s to start, " if "start_seconds" in result else ""
     report.text(
         f"{count(len(result['images']), what)} in {result['out']}: "
         f"{result['seconds']:.2f} s on {devices} ({where}), "
-        f"{start}"
+        f"{result['start_seconds']:.1f} s to start, "
         f"{result['load_seconds']:.1f} s to load, "
         f"{result['total_seconds']:.1f} s in all"
     )
-    if "compare" in result:
-        facts = result["compare"]
-        most = facts["largest_difference"]
-        chosen = ParallelConfig(**result["config"])
-        stale = chosen.stale_exchange or chosen.stages_or_patches
-        pixels = "the same pixels" if most == 0 else f"pixels differ by at most {most} of 255"
-        if most == 1 and not stale:
-            # Several ranks add numbers in a different order from one device.
-            pixels = "the same pixels but for rounding (by at most 1 of 255; --reproducible gives the same bits)"
-        report.text(
-            f"one device{f' ({threads})' if on_cpu else ''}: {facts['one_device_seconds']:.2f} s; "
-            f"{devices}: {facts['ratio']:.2f} times as fast, {pixels}"
-        )
     return report

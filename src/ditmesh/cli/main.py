@@ -149,14 +149,10 @@ def _plain(arguments: Sequence[str]) -> list[str]:
 
 
 def _leave(message: str, code: int, speaks: bool | None = None) -> None:
-    _say(message, speaks)
-    sys.exit(code)
-
-
-def _say(message: str, speaks: bool | None = None) -> None:
     # Under torchrun all ranks reach this point; one prints the error.
     if not _rank() if speaks is None else speaks:
         print(f"ditmesh: {message}", file=sys.stderr)
+    sys.exit(code)
 
 
 def _first_here() -> bool:

@@ -325,7 +325,7 @@ class RankOptions:
         return self.dtype or ("bfloat16" if kind == "cuda" else "float32")
 
 
-def _config_options(words: Mapping[str, str] | None = None) -> Options:
+def config_options(words: Mapping[str, str] | None = None) -> Options:
     """For the settings of `ParallelConfig` that have one; for training with other ``words``, and those it takes."""
     options: Options = []
     for name in (name for name in ParallelConfig.model_fields if setting(name).option):
@@ -357,21 +357,9 @@ class ParallelOptions:
         return read_settings(given.pop("changes", ()), given)
 
 
-@with_options([*_config_options(), ("changes", Annotated[list[str] | None, _CHANGES], None)])
+@with_options([*config_options(), ("changes", Annotated[list[str] | None, _CHANGES], None)])
 class ConfigOptions(ParallelOptions):
     """Options for the settings of `ParallelConfig`: some have their own, --set takes all."""
-
-
-@with_options(
-    _config_options(
-        {
-            "data": "Give this many groups of ranks samples of their own; by default all devices.",
-            "reproducible": "Train to the same bits on any number of devices; this is slower.",
-        }
-    )
-)
-class TrainingOptions(ParallelOptions):
-    """The same for training, whose --set changes all settings of a run: help shows those that training takes."""
 
 
 def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:

@@ -83,7 +83,9 @@ def replay(
     with guarded_folder("ditmesh-replay-") as folder:
         job = job_of(was, info, chosen, folder, timeout, image.parent)
         check_job(job, info, count)
-        threads = threads or _threads(was, count, kind)
+        recorded = (was.environment or {}).get("threads", "")
+        fits = recorded.isdigit() and 0 < int(recorded) <= physical_cores()
+        threads = threads or (int(recorded) if fits else default_threads(count, kind))
         with launcher(None, count, kind, threads, job.timeout) as ranks:
             images, _ = generated(fetched(job, info), ranks)
         again = images[0 if drawn_alone(was, chosen) else was.place]
@@ -118,12 +120,6 @@ def _ranks(
                 "--devices"
             )
     return resolve_device(device, count), count
-
-
-def _threads(was: Receipt, devices: int, kind: Literal["cpu", "cuda"]) -> int:
-    recorded = (was.environment or {}).get("threads", "")
-    fits = recorded.isdigit() and 0 < int(recorded) <= physical_cores()
-    return int(recorded) if fits else default_threads(devices, kind)
 
 
 def _say(result: dict[str, Any]) -> Report:

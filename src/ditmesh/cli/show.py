@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..core.files import without_folder
 from ..errors import InputError, reason_of
 from ..report import report
-from ..report.formatting import count
 from ..report.text import print_report
 
 if TYPE_CHECKING:
@@ -50,18 +47,3 @@ def bar(*more: Any, shown: bool = True) -> Progress:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *more, TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), disable=not shown)
-
-
-def provenance(arguments: Sequence[str]) -> dict[str, Any]:
-    """The origin of a page's figures: command line (without folders), code, machine and libraries."""
-    from ..launch.hardware import describe_machine
-
-    machine = describe_machine()
-    cpu, gpus = machine["cpu"], [gpu["name"] for gpu in machine["gpus"]]
-    return {
-        "command line": shlex.join(map(without_folder, ("ditmesh", *arguments))),
-        "processor": f"{cpu['model']}, {count(cpu['cores'], 'core')}, {cpu['memory_gb']:g} GB",
-        "GPUs": ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)) or None,
-        "platform": machine["platform"],
-        "versions": machine["versions"],
-    }

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..core.files import without_folder
 from ..errors import InputError
+from ..report.formatting import count
 from ..request import parse_size
 from .options import (
     AsJson,
@@ -24,7 +28,7 @@ from .options import (
     at_least,
     with_groups,
 )
-from .show import bar, emit, provenance
+from .show import bar, emit
 from .values import download, embedded_or, read_prompts, videos_of
 
 if TYPE_CHECKING:
@@ -144,8 +148,23 @@ def study(
         raise InputError(f"--launcher {options.launcher} starts real ranks, and all are simulated; add --real")
     plan, info = _plan(options, prompts, model)
     check_layout(info)
-    made_by = provenance(context.obj or ())
+    made_by = _provenance(context.obj or ())
     emit(_run(plan, options, made_by), as_json, _say)
+
+
+def _provenance(arguments: Sequence[str]) -> dict[str, Any]:
+    """The origin of a page's figures: command line (without folders), code, machine and libraries."""
+    from ..launch.hardware import describe_machine
+
+    machine = describe_machine()
+    cpu, gpus = machine["cpu"], [gpu["name"] for gpu in machine["gpus"]]
+    return {
+        "command line": shlex.join(map(without_folder, ("ditmesh", *arguments))),
+        "processor": f"{cpu['model']}, {count(cpu['cores'], 'core')}, {cpu['memory_gb']:g} GB",
+        "GPUs": ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)) or None,
+        "platform": machine["platform"],
+        "versions": machine["versions"],
+    }
 
 
 def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple[StudyPlan, ModelInfo]:
@@ -245,7 +264,7 @@ def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any]) -> dic
 
 def _say(result: dict[str, Any]) -> Report:
     from ..lab.study.analysis import Mean
-    from ..quality.perceptual import METRIC
+    from ..lab.study.perceptual import METRIC
     from ..report.formatting import number_text
     from ..report.report import Report
 

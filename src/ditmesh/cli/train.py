@@ -19,12 +19,14 @@ from .options import (
     Device,
     Devices,
     MemoryLimit,
+    ParallelOptions,
     Threads,
     Timeout,
-    TrainingOptions,
     common_option,
+    config_options,
     memory_check,
     with_groups,
+    with_options,
 )
 from .show import bar, emit
 
@@ -34,6 +36,18 @@ if TYPE_CHECKING:
 
 # Sentences of a check that are printed.
 MOST_POINTS = 20
+
+
+@with_options(
+    config_options(
+        {
+            "data": "Give this many groups of ranks samples of their own; by default all devices.",
+            "reproducible": "Train to the same bits on any number of devices; this is slower.",
+        }
+    )
+)
+class TrainingOptions(ParallelOptions):
+    """Options for the settings of `ParallelConfig`; --set changes all settings of a run. Help shows those it takes."""
 
 
 @with_groups

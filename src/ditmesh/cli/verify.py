@@ -108,7 +108,12 @@ def verify(
     offered = _checked(job, info, asked, comparing.all_of)
     joined = torchrun_rank()
     if joined is not None:
-        _check_joined(joined.world_size, [*asked, *offered], ranks)
+        check_joined(ranks)
+        if other := next((config for config in (*asked, *offered) if config.world_size != joined.world_size), None):
+            raise InputError(
+                f"torchrun has started {joined.world_size} ranks, and {other.describe()!r} is for {other.world_size}; "
+                "leave it out, or leave torchrun out, and ranks are started for each configuration"
+            )
     kind = ranks.kind(largest if joined is None else joined.local_size)
     job = fetched(job.changed(dtype=ranks.dtype_on(kind)), info)
     result = _verify(job, asked, offered, kind, ranks, comparing.tolerance)
@@ -148,16 +153,6 @@ def _checked(
     return [config for config in offered if config not in asked]
 
 
-def _check_joined(world_size: int, configs: Sequence[ParallelConfig], ranks: RankOptions) -> None:
-    check_joined(ranks)
-    for config in configs:
-        if config.world_size != world_size:
-            raise InputError(
-                f"torchrun has started {world_size} ranks, and {config.describe()!r} is for {config.world_size}; leave "
-                "it out, or leave torchrun out, and ranks are started for each configuration"
-            )
-
-
 def _verify(
     job: PictureJob,
     asked: Sequence[ParallelConfig],
@@ -167,7 +162,6 @@ def _verify(
     tolerance: float | None,
 ) -> dict[str, Any] | None:
     """Run all configurations; returns the result as data. None: another rank of torchrun prints it."""
-    from ..quality import perceptual
     from ..verify.comparison import compared_runs
     from ..verify.runs import config_name, reference_config
     from ..verify.verdicts import judge
@@ -184,10 +178,7 @@ def _verify(
             return None
         show("comparing", 0)
         references = {config: reference_config(config) for config in configs}
-        learned = perceptual.available()
-        verdicts = [
-            judge(job, config, runs[config], runs[references[config]][0], tolerance, learned) for config in configs
-        ]
+        verdicts = [judge(job, config, runs[config], runs[references[config]][0], tolerance) for config in configs]
     for config, verdict in zip(configs, verdicts, strict=True):
         if verdict.refused and config in asked:
             raise ConfigError(f"{verdict.config}: {verdict.refused}")
@@ -268,24 +259,18 @@ def _cells(verdict: dict[str, Any]) -> list[str]:
 
 
 def _lines(verdict: dict[str, Any]) -> list[str]:
-    from ..verify.verdicts import Divergence
+    from ..verify.steps import ComparedTensor
 
     name = verdict["config"]
     if verdict["refused"]:
         return [f"{name}: {verdict['refused']}"]
     lines = []
     if verdict["first_bit"] is not None:
-        first = Divergence(**verdict["first_bit"])
+        first = ComparedTensor(**verdict["first_bit"])
         lines.append(f"{name}: first bits that differ: {first.describe()}")
         beyond = verdict["first_beyond"]
         if beyond is not None:
-            lines.append(f"{name}: first beyond the tolerance: {Divergence(**beyond).describe()}")
-        if verdict["promise"] != "bits" and len(verdict["growth"]) > 1:
-            start, end = verdict["growth"][0], verdict["growth"][-1]
-            lines.append(
-                f"{name}: difference of the latents {_error(start['latents'])} after step {start['step']}, "
-                f"{_error(end['latents'])} after step {end['step']}"
-            )
+            lines.append(f"{name}: first beyond the tolerance: {ComparedTensor(**beyond).describe()}")
     if not verdict["repeats"]:
         lines.append(f"{name}: two runs of it gave different bits")
     return lines

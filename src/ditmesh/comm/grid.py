@@ -62,12 +62,6 @@ def _current(device: torch.device | str | None) -> torch.device:
     return device
 
 
-def _links_of(config: ParallelConfig) -> list[str]:
-    # Without a data axis the group is the world.
-    some = {"group": config.data > 1, "shard": config.shard > 1}
-    return [name for name in LINKS if some.get(name, True)]
-
-
 def check_ranks(config: ParallelConfig) -> None:
     """Refuse a configuration of several ranks in a process that has joined no others.
 
@@ -115,8 +109,10 @@ class RankGrid:
         self._state = RequestState()
         # The failure watcher's thread aborts groups that this thread makes and destroys.
         self._lock = threading.Lock()
+        # Without a data axis the group is the world.
+        some = {"group": config.data > 1, "shard": config.shard > 1}
         every = self._links = (
-            {name: self._link(name) for name in _links_of(config)}
+            {name: self._link(name) for name in LINKS if some.get(name, True)}
             if links is None
             else {name: links.get(name) or Link(name, [0], 0, self.traffic) for name in LINKS}
         )
@@ -169,14 +165,6 @@ class RankGrid:
         assert isinstance(mine, dist.ProcessGroup)
         return mine
 
-    def _keeps_order(self, name: str) -> bool:
-        """True if messages of a link keep an order of their own, or are long under way: it shares no process group.
-
-        NCCL carries what one group is given in that order: stages post theirs in another order than the sums of all
-        ranks, and what is to travel beside the computation would hold up what is waited for.
-        """
-        return name in ("pipe", "pipe_back", "shard") or (name == "ring" and self.config.exchange == "displaced")
-
     def _sets(self, name: str) -> list[list[int]]:
         return self.config.shard_groups() if name == "shard" else self.config.groups(LINKS[name])
 
@@ -202,7 +190,12 @@ class RankGrid:
         for number, (name, link) in enumerate(self._links.items()):
             if link.size > 1:
                 sets = self._sets(name)
-                key = name if self._keeps_order(name) else "", str(sets)
+                # NCCL carries what one group is given in that order: stages post theirs in another order than the sums
+                # of all ranks, and what is to travel beside the computation would hold up what is waited for.
+                apart = name in ("pipe", "pipe_back", "shard") or (
+                    name == "ring" and self.config.exchange == "displaced"
+                )
+                key = name if apart else "", str(sets)
                 if key not in groups:
                     groups[key] = self._new_subgroup(sets)
                     with self._lock:

@@ -7,20 +7,13 @@ calls torch's collectives of objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from ..errors import InputError
 from .backends import backend_of
-
-if TYPE_CHECKING:
-    from .link import Link
-
-T = TypeVar("T")
 
 # For default groups without a backend for the host one beside them that has.
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -48,25 +41,6 @@ def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | Non
     box = [value]
     dist.broadcast_object_list(box, source, group=_on_host(group))
     return box[0]
-
-
-def on_first(link: Link, call: Callable[[], T], shared: bool = True) -> T:
-    """Call a function on the first rank; the others get its result, or None if not ``shared``. Collective.
-
-    Raises:
-        InputError: of the first rank, on all of them; so is what its system refuses.
-    """
-    result: Any = None
-    error: InputError | None = None
-    if link.rank == 0:
-        try:
-            result = call()
-        except (InputError, OSError) as caught:
-            error = caught if isinstance(caught, InputError) else InputError(str(caught))
-    error, told = link.broadcast_object((error, result if shared else None))
-    if error is not None:
-        raise error
-    return told if shared else result
 
 
 def _on_host(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

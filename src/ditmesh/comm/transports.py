@@ -214,10 +214,8 @@ class Transports:
         ``outgoing`` are tensors and the ranks of the group that all of them go to; ``incoming`` are tensors of the
         shapes and dtypes of what comes, which may take it, and the rank it comes from.
         """
-        start = self._through_memory if self._way == "memory" else self._over_group
-        return start(kind, outgoing, incoming)
-
-    def _through_memory(self, kind: str, outgoing: Outgoing, incoming: Incoming) -> Transfer:
+        if self._way != "memory":
+            return self._over_group(kind, outgoing, incoming)
         shared = self._channel
         assert shared is not None
         for tensors, to in outgoing:

@@ -214,15 +214,12 @@ class CallClock:
             return True
         if of.counts:
             return False
-        return not self._at_one_time(now.timestep, of.calls[0].timestep) or self._again(now)
-
-    def _again(self, now: _SeenCall) -> bool:
-        """True if the model is called again in this step with equal arguments but other latents."""
-        return any(
+        # Or with equal arguments, but other latents.
+        return not self._at_one_time(now.timestep, of.calls[0].timestep) or any(
             now.model == call.model
             and self.values.all_same(now.others, call.others)
             and not self.values.all_same(now.latents, call.latents)
-            for call in self._of.value.calls
+            for call in of.calls
         )
 
     def _at_one_time(self, one: Mapping[str, SeenValue], other: Mapping[str, SeenValue]) -> bool:

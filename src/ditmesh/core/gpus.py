@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
+
+from .._version import library_versions
 
 # The setting that cuBLAS needs in its environment before it is first used, to add in one order.
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -43,22 +44,14 @@ def gpu_facts(device: torch.device) -> dict[str, str]:
     132, H100 PCIe 114).
     """
     properties = torch.cuda.get_device_properties(device)
+    # Of the packages that torch loads cuBLAS from; torch itself does not tell it.
+    names = "nvidia-cublas", f"nvidia-cublas-cu{str(torch.version.cuda).partition('.')[0]}"
+    versions = library_versions(names)
     return {
         "device": properties.name,
         "multiprocessors": str(properties.multi_processor_count),
         "compute capability": f"{properties.major}.{properties.minor}",
         "CUDA": str(torch.version.cuda),
         "cuDNN": str(torch.backends.cudnn.version()),
-        "cuBLAS": _cublas(),
+        "cuBLAS": next((versions[name] for name in names if name in versions), "of the system"),
     }
-
-
-def _cublas() -> str:
-    """Version of the package that torch loads cuBLAS from; torch itself does not tell it."""
-    major = str(torch.version.cuda).partition(".")[0]
-    for name in ("nvidia-cublas", f"nvidia-cublas-cu{major}"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "of the system"

@@ -182,7 +182,12 @@ class Engine:
     def _around_pipeline(self, pipe: Any, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         result: Any = None
         with self.request(f"a call of {type(pipe).__name__}"):
-            self._check_devices()
+            for model in self.models:
+                weight = next(model.model.parameters(), None)
+                # An offloaded model lies elsewhere between calls: it is asked where it computes.
+                elsewhere = weight is not None and weight.device.type != self.mesh.device.type
+                if elsewhere and (misfit := self.mesh.misfit(device_of(model.model))):
+                    raise ConfigError(misfit)
             for strategy in reversed(self.strategies):
                 args, kwargs = strategy.arguments(pipe, args, kwargs)
             self._begin(Request(pipe))
@@ -195,15 +200,6 @@ class Engine:
         if isinstance(result, RequestLeft):
             raise result
         return result
-
-    def _check_devices(self) -> None:
-        """Refuse models that have been moved since."""
-        for model in self.models:
-            weight = next(model.model.parameters(), None)
-            # An offloaded model lies elsewhere between calls: it is asked where it computes.
-            elsewhere = weight is not None and weight.device.type != self.mesh.device.type
-            if elsewhere and (said := self.mesh.misfit(device_of(model.model))):
-                raise ConfigError(said)
 
     @contextmanager
     def request(self, purpose: str) -> Iterator[Callable[..., None]]:

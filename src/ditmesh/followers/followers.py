@@ -333,7 +333,13 @@ class FollowedModule(ABC):
         if self.inside:
             return proceed(*args, **kwargs)
         self.followers.refuse_inherited()
-        self._refuse_training()
+        module = self.module
+        if torch.is_grad_enabled() and module.training and any(one.requires_grad for one in module.parameters()):
+            raise InputError(
+                f"a call of {type(module).__name__} that is sent to other ranks passes no gradients on, and the model "
+                "is in training mode with weights that require them; call it under torch.no_grad() or after eval(), or "
+                "train with ditmesh.parallelize(...) under torchrun"
+            )
         with self._alone(), self.followers.turn, _threads_of(self.followers):
             # A run is a request that the program has told of, or one call of a pipeline. Elsewhere each call is one.
             run = _pipeline_run()
@@ -360,15 +366,6 @@ class FollowedModule(ABC):
         finally:
             self._caller = None
             self._lock.release()
-
-    def _refuse_training(self) -> None:
-        module = self.module
-        if torch.is_grad_enabled() and module.training and any(one.requires_grad for one in module.parameters()):
-            raise InputError(
-                f"a call of {type(module).__name__} that is sent to other ranks passes no gradients on, and the model "
-                "is in training mode with weights that require them; call it under torch.no_grad() or after eval(), or "
-                "train with ditmesh.parallelize(...) under torchrun"
-            )
 
     def _call_on_all(
         self,

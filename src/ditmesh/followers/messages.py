@@ -106,18 +106,6 @@ def _unsendable(tensor: Tensor) -> str:
     return "a quantised tensor; dequantise it" if tensor.is_quantized else ""
 
 
-def _loaded_call(data: bytes, tensors: Sequence[Tensor], device: torch.device) -> Any:
-    def original(stand_in: Any) -> Any:
-        kind, *what = stand_in
-        if kind == "tensor":
-            return tensors[what[0]]
-        generator = torch.Generator(device if what[0] == device.type else what[0])
-        generator.set_state(what[1])
-        return generator
-
-    return loaded(data, original)
-
-
 def from_bytes(data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The tensor of these bytes; it shares their memory."""
     return data.view(dtype).view(tuple(shape)) if data.numel() else data.new_empty(tuple(shape), dtype=dtype)
@@ -177,7 +165,14 @@ def take_call(mesh: Mesh, packed: bytes) -> dict[str, Any]:
         for place, fact in zip(places, facts, strict=True)
     ]
     tensors = [tensor if fact.near else tensor.cpu() for tensor, fact in zip(tensors, facts, strict=True)]
-    return _loaded_call(data, tensors, mesh.device)
+
+    def original(stand_in: Any) -> Any:
+        kind, *what = stand_in
+        if kind == "tensor":
+            return tensors[what[0]]
+        return torch.Generator(mesh.device if what[0] == mesh.device.type else what[0]).set_state(what[1])
+
+    return loaded(data, original)
 
 
 def _culprit(value: Any, error: Exception, where: str = "") -> tuple[str, Exception]:

@@ -118,11 +118,6 @@ def adapted(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, part
 
 
-def loras_of(pipe: Any) -> dict[str, list[str]]:
-    """The adapters' names, by component."""
-    return {name: adapters_of(part) for name, part in adapted(pipe)}
-
-
 def set_loras(pipe: Any, scales: Mapping[str, float]) -> None:
     """Make exactly these adapters active, by name, with their scales."""
     if pipeline_has(type(pipe)):
@@ -137,14 +132,3 @@ def activate(model: nn.Module, names: Sequence[str], scales: Mapping[str, float]
     from diffusers.utils.peft_utils import set_weights_and_activate_adapters
 
     set_weights_and_activate_adapters(model, list(names), [scales[name] for name in names])
-
-
-def switch_loras(pipe: Any, on: bool) -> None:
-    """Switch all adapters of a pipeline on or off."""
-    from diffusers.utils.peft_utils import set_adapter_layers
-
-    if pipeline_has(type(pipe)):
-        pipe.enable_lora() if on else pipe.disable_lora()
-    else:
-        for _, part in adapted(pipe):
-            set_adapter_layers(part, enabled=on)

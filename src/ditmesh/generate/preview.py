@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Longest side of a preview in pixels, at least, where it is made larger than the latents.
-SHOWN_SIDE = 128
 # Colours that are decoded to find out what latents mean, and pixels of latents of each.
 SAMPLES, SIDE = 96, 4
 
@@ -55,17 +52,6 @@ class LatentColours:
             return None
         colours = (shown.movedim(0, -1) @ self.factors[:-1] + self.factors[-1]).clamp(0, 1)
         return Image.fromarray((colours * 255).round().to(torch.uint8).numpy())
-
-
-def preview_jpeg(picture: Image) -> tuple[bytes, int, int]:
-    """An image of latents as a JPEG that is large enough to be looked at, its width and height."""
-    from PIL.Image import Resampling
-
-    times = max(1, SHOWN_SIDE // max(picture.size))
-    picture = picture.resize((picture.width * times, picture.height * times), Resampling.BICUBIC)
-    data = BytesIO()
-    picture.save(data, format="JPEG", quality=80)
-    return data.getvalue(), picture.width, picture.height
 
 
 def latent_colours(pipe: Any) -> LatentColours | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -124,13 +124,6 @@ def _written(path: str | Path, replace: bool) -> Iterator[Path]:
         raise InputError(f"cannot write {str(path)!r} ({reason_of(error)}); choose another folder") from error
 
 
-def write_video(frames: Sequence[Image], path: str | Path, receipt: Receipt, replace: bool = True) -> Path:
-    """Write a video as MP4 with its receipt inside; errors as of `write_png`, and one where PyAV is not installed."""
-    with _written(path, replace) as temporary:
-        write_mp4(frames, temporary, receipt.fps or FPS, {PNG_KEYWORD: receipt.model_dump_json()})
-    return Path(path)
-
-
 def text_chunk(receipt: Receipt) -> PngInfo:
     """The text of a PNG that holds a receipt."""
     from PIL.PngImagePlugin import PngInfo
@@ -149,9 +142,11 @@ def write_free(made: PipelineOutput, path: str | Path, receipt: Receipt, overwri
     for free in free_names(path):
         with suppress(FileExistsError):
             replace = overwrite and holds_receipt(free)
-            if isinstance(made, VideoFrames):
-                return write_video(made.frames, free, receipt, replace)
-            return write_png(made.image, free, receipt, replace)
+            if not isinstance(made, VideoFrames):
+                return write_png(made.image, free, receipt, replace)
+            with _written(free, replace) as temporary:
+                write_mp4(made.frames, temporary, receipt.fps or FPS, {PNG_KEYWORD: receipt.model_dump_json()})
+            return free
     raise AssertionError("names do not end")
 
 

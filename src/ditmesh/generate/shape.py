@@ -25,7 +25,12 @@ def input_size(model: ModelInfo, files: Sequence[InputFile], strength: float | N
     size = (open_video(file, 1)[0] if role == "video" else open_picture(file)).size
     if role == "image" and "mask" in inputs:
         check_mask_shape(size, open_picture(inputs["mask"]).size)
-    return model.size_like(*size, _usual_pixels(model, files, strength))
+    if model.default_size is not None:
+        return model.size_like(*size, model.default_size[0] * model.default_size[1])
+    parameters = parameters_of(pipeline_for(model.pipeline_class, files, strength))
+    width, height = (getattr(parameters.get(name), "default", None) for name in ("width", "height"))
+    pixels = width * height if isinstance(width, int) and isinstance(height, int) else USUAL_PIXELS
+    return model.size_like(*size, pixels)
 
 
 def check_mask_shape(image: tuple[int, int], mask: tuple[int, int]) -> None:
@@ -50,11 +55,3 @@ def stretched(pictures: Mapping[str, Any], size: tuple[int, int], step: int) -> 
                 "pipelines stretch it; leave --size out to keep its shape"
             )
     return None
-
-
-def _usual_pixels(model: ModelInfo, files: Sequence[InputFile], strength: float | None) -> int:
-    if model.default_size is not None:
-        return model.default_size[0] * model.default_size[1]
-    parameters = parameters_of(pipeline_for(model.pipeline_class, files, strength))
-    width, height = (getattr(parameters.get(name), "default", None) for name in ("width", "height"))
-    return width * height if isinstance(width, int) and isinstance(height, int) else USUAL_PIXELS

@@ -33,32 +33,6 @@ class SchedulerStep:
         found = self.result[0] if isinstance(self.result, tuple) else self.result.prev_sample
         return found if isinstance(found, Tensor) else None
 
-    def estimate(self) -> Tensor | None:
-        """The image (as latents) that the prediction points to; None: this scheduler does not tell.
-
-        For flow matching x0 = x - sigma v; for DDPM-like schedulers as their ``prediction_type`` says.
-        """
-        from torch import Tensor
-
-        scheduler, output, sample = self.scheduler, self.prediction, self.sample
-        if not isinstance(output, Tensor) or not isinstance(sample, Tensor):
-            return None
-        if output.shape[1:2] != sample.shape[1:2] and output.dim() > 1:
-            # It predicts a variance as well.
-            output = output.chunk(2, dim=1)[0]
-        kind = getattr(scheduler.config, "prediction_type", "flow_prediction")
-        sigmas, alphas = getattr(scheduler, "sigmas", None), getattr(scheduler, "alphas_cumprod", None)
-        if isinstance(alphas, Tensor) and kind in ("epsilon", "v_prediction", "sample"):
-            alpha = float(alphas[min(int(self.timestep), len(alphas) - 1)])
-            if kind == "sample":
-                return output
-            if kind == "epsilon":
-                return (sample - (1 - alpha) ** 0.5 * output) / alpha**0.5
-            return alpha**0.5 * sample - (1 - alpha) ** 0.5 * output
-        if isinstance(sigmas, Tensor) and self.index is not None and self.index < len(sigmas):
-            return sample - float(sigmas[self.index]) * output
-        return None
-
 
 class StepEvents:
     """Tells a listener, ``seen``, of every step of a scheduler, until `undo`; its exceptions leave the call."""

@@ -91,7 +91,12 @@ def rank_failed(failures: Sequence[Failure], stalled: Mapping[int, str], world_s
     parts.append(f"rank {root.rank} of {world_size} {root.what}")
     if root.traceback:
         parts.append(root.traceback.rstrip())
-    error = RankFailed("\n\n".join(parts), root.rank, root.exit_code, _lost(failures, tuple(stalled)), open)
+    # Those that waited in vain say so; the one they waited for says nothing any more.
+    lost = tuple(stalled) if root.weight > 0 else ()
+    if root.gone:
+        # An abort may be the consequence of another rank's; then only the first is known to be gone.
+        lost = tuple(sorted({root.rank} | {failure.rank for failure in failures if failure.certain}))
+    error = RankFailed("\n\n".join(parts), root.rank, root.exit_code, lost, open)
     if root.pickled_cause is not None:
         with contextlib.suppress(Exception):
             error.__cause__ = pickle.loads(root.pickled_cause)
@@ -118,16 +123,6 @@ def _place(where: str) -> str:
         if line.lstrip().startswith("File "):
             return f" at {line.strip()}"
     return ""
-
-
-def _lost(failures: Sequence[Failure], silent: tuple[int, ...]) -> tuple[int, ...]:
-    """Ranks that were lost without an error of the job; ``failures[0]`` is the job's failure."""
-    root = failures[0]
-    if root.gone:
-        # An abort may be the consequence of another rank's; then only the first is known to be gone.
-        return tuple(sorted({root.rank} | {failure.rank for failure in failures if failure.certain}))
-    # Those that waited in vain say so; the one they waited for says nothing any more.
-    return silent if root.weight > 0 else ()
 
 
 def lost_device(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, did_you_mean
+from ..errors import InputError
 
 CONFIGS = Path(__file__).with_name("configs")
 
@@ -83,18 +83,3 @@ def shapes() -> dict[str, Shape]:
         name = path.name.removesuffix(".json")
         catalogue[name] = Shape(name=name, **data)
     return catalogue
-
-
-def shape(name: str) -> Shape:
-    """The one of that name.
-
-    Raises:
-        InputError: there is none; names those there are.
-    """
-    try:
-        return shapes()[name.lower()]
-    except KeyError:
-        raise InputError(
-            f"model {name!r} is not one of {', '.join(shapes())}; give one of these, or the folder of a pipeline"
-            f"{did_you_mean(name.lower(), shapes())}"
-        ) from None

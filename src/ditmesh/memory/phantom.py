@@ -34,10 +34,6 @@ class PhantomLink(Link):
         self.over = False
 
     @property
-    def transport(self) -> str:
-        return "nothing"
-
-    @property
     def _way(self) -> Way:
         # Messages of gloo go pair by pair.
         return "tags"

@@ -1,8 +1,7 @@
-"""Distances between images and between tensors; `quality.perceptual` has one that needs weights."""
+"""Distances between images and between tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log10
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InputError
-from .perceptual import distance
 from .pictures import as_picture
 
 if TYPE_CHECKING:
@@ -31,7 +29,6 @@ class Difference:
         largest, mean: absolute difference of values from 0 to 1.
         psnr: in dB, of values from 0 to 1; None when the images are equal (it is infinite then).
         ssim: structural similarity, 1 for equal images.
-        perceptual: learned perceptual distance, 0 for equal images; None when its weights are not installed.
     """
 
     equal: bool
@@ -39,11 +36,10 @@ class Difference:
     mean: float
     psnr: float | None
     ssim: float
-    perceptual: float | None = None
 
 
-def compare(picture: Any, reference: Any, perceptual: bool = False) -> Difference:
-    """All distances between two images of one size (see `as_picture`); the learned one if requested and installed."""
+def compare(picture: Any, reference: Any) -> Difference:
+    """All distances between two images of one size (see `as_picture`)."""
     from ..core.digests import digest
 
     raw = (value if hasattr(value, "detach") else np.asarray(value) for value in (picture, reference))
@@ -56,21 +52,6 @@ def compare(picture: Any, reference: Any, perceptual: bool = False) -> Differenc
         mean=float(apart.mean()),
         psnr=None if ratio == inf else ratio,
         ssim=ssim(ours, theirs),
-        perceptual=distance(ours, theirs) if perceptual else None,
-    )
-
-
-def of_video(frames: Sequence[Difference]) -> Difference:
-    """The distances between two videos: PSNR over all values, means over frames for the others."""
-    error = float(np.mean([0.0 if frame.psnr is None else 10 ** (-frame.psnr / 10) for frame in frames]))
-    learned = [frame.perceptual for frame in frames if frame.perceptual is not None]
-    return Difference(
-        equal=all(frame.equal for frame in frames),
-        largest=max(frame.largest for frame in frames),
-        mean=float(np.mean([frame.mean for frame in frames])),
-        psnr=-10 * log10(error) if error else None,
-        ssim=float(np.mean([frame.ssim for frame in frames])),
-        perceptual=float(np.mean(learned)) if learned else None,
     )
 
 

@@ -16,7 +16,13 @@ STYLE_COLOURS = {"good": "green", "bad": "red", "unsure": "yellow", "strong": "b
 def print_report(report: Report) -> None:
     """Print it on stdout. Sentences and paths stay on one line, so that they can be copied whole."""
     from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
     from rich.text import Text
+
+    def marked(cell: StyledText) -> str:
+        colour = STYLE_COLOURS.get(cell.kind)
+        return f"[{colour}]{escape(cell)}[/]" if colour else escape(cell)
 
     console = Console(highlight=False)
     for place, block in enumerate(report.blocks):
@@ -29,27 +35,13 @@ def print_report(report: Report) -> None:
             for text in block.texts:
                 console.print(Text(text), soft_wrap=True)
         elif isinstance(block, ReportTable) and block.look == "facts":
-            _print_facts(console, block)
+            grid = Table.grid(padding=(0, 2))
+            for name, value in block.rows:
+                grid.add_row(Text(name, "bold"), Text(value))
+            console.print(grid)
         elif isinstance(block, ReportTable):
-            rows = [[_markup(cell) for cell in row] for row in block.rows]
+            rows = [[marked(cell) for cell in row] for row in block.rows]
             print_table(console, block.header, rows, block.keys, block.caption or None)
-
-
-def _print_facts(console: Console, table: ReportTable) -> None:
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    grid = Grid.grid(padding=(0, 2))
-    for name, value in table.rows:
-        grid.add_row(Text(name, "bold"), Text(value))
-    console.print(grid)
-
-
-def _markup(cell: StyledText) -> str:
-    from rich.markup import escape
-
-    colour = STYLE_COLOURS.get(cell.kind)
-    return f"[{colour}]{escape(cell)}[/]" if colour else escape(cell)
 
 
 def print_table(

@@ -74,7 +74,9 @@ class DriftMonitor:
         """
         if not self.active:
             return
-        sample = _sampled(tensors, dim)
+        stride = max(1, -(-tensors[0].shape[dim] // SAMPLED_TOKENS))
+        picked = (*(slice(None),) * dim, slice(None, None, stride))
+        sample = torch.stack([tensor.detach()[picked] for tensor in tensors]).float()
         samples = self._of.value.samples
         latest = samples.get(key)
         reference = latest if latest is not None and latest.step == step - 1 else None
@@ -107,10 +109,3 @@ def drifts_of(totals: Tensor) -> list[list[float | None]]:
     Waits for the device.
     """
     return [[(distance / size) ** 0.5 if size > 0 else None for distance, size in step] for step in totals.tolist()]
-
-
-def _sampled(tensors: tuple[Tensor, ...], dim: int) -> Tensor:
-    """`SAMPLED_TOKENS` evenly spaced tokens of each."""
-    stride = -(-tensors[0].shape[dim] // SAMPLED_TOKENS)
-    picked = (slice(None),) * dim + (slice(None, None, max(stride, 1)),)
-    return torch.stack([tensor.detach()[picked] for tensor in tensors]).float()

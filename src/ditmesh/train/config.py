@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from ..config import ParallelConfig
-from ..errors import ConfigError, InputError, did_you_mean, nearest_problem, problem_text, reason_of
+from ..errors import ConfigError, InputError, did_you_mean, problem_text, reason_of
 from ..media.files import read_whole
 from .settings import SECOND as SECOND
 from .settings import DataConfig, DataSetConfig, ModelConfig, OptimizerConfig, OutputConfig, SettingsGroup
@@ -188,7 +188,9 @@ def parsed_yaml(text: str) -> Any:
 
 def _problem_of(error: ValidationError) -> str:
     top = error.errors()[0]["loc"][:2]
-    first = nearest_problem([one for one in error.errors() if one["loc"][:2] == top])
+    problems = [problem for problem in error.errors() if problem["loc"][:2] == top]
+    # Of a value of several possible types, the error for the nearest type.
+    first = max(problems, key=lambda problem: (len(problem["loc"]), not problem["type"].endswith("_type")))
     # Names of types are part of the place as well.
     where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int))
     if first["type"] == "extra_forbidden":

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..comm import PeerError
 from ..comm.mesh import DEFAULT_DEADLINE_SECONDS, Mesh
-from ..comm.objects import on_first
 from ..comm.state import raise_for_peer
 from ..engine import restore
 from ..strategies.determinism import deterministic
@@ -27,6 +26,7 @@ from .data.agreement import agreed_samples
 from .data.order import MicroBatch, shares
 from .data.sources import all_samples
 from .data.training_data import TrainingData
+from .first_rank import on_first
 from .logs import TrainingLog, check_trackers
 from .memory import peak_bytes
 from .model.frozen import freeze_encoders

@@ -35,7 +35,7 @@ def compared_runs(
         progress(f"starting {devices} rank{'s' if devices > 1 else ''}", 0, total)
 
         def begin(rank: int, began: Any) -> None:
-            progress(began.what, 1, total)
+            progress(began, 1, total)
 
         by_rank = ranks.run(devices, job, tasks, begin)
         return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch.distributed as dist
-
 from ..generate.job import PictureJob
-from ..launch import MessageSink, TorchrunRanks, launcher
+from ..launch import TorchrunRanks, launcher
 from .runs import RankRun, RunTask, run_tasks
 
 OnBegan = Callable[[int, Any], None]
@@ -39,10 +37,5 @@ class JoinedRanks:
 
     def run(self, devices: int, job: PictureJob, tasks: Sequence[RunTask], on_message: OnBegan) -> list[list[RankRun]]:
         """See `StartedRanks.run`."""
-        if devices > 1:
-            return self._ranks.run(run_tasks, job, tasks, on_message=on_message)
-        return self._ranks.run(_run_on_first, job, tasks, on_message=on_message)[:1]
-
-
-def _run_on_first(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink) -> list[RankRun]:
-    return run_tasks(job, tasks, report=report) if dist.get_rank() == 0 else []
+        here = tasks if devices > 1 or self.is_reporter else ()
+        return self._ranks.run(run_tasks, job, here, on_message=on_message)[:devices]

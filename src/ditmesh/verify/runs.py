@@ -92,13 +92,6 @@ def sensible(
 
 
 @dataclass(frozen=True)
-class RunBegan:
-    """The start of a run: of one device or a configuration, recorded or timed."""
-
-    what: str
-
-
-@dataclass(frozen=True)
 class RankRun:
     """One configuration on one rank.
 
@@ -141,7 +134,7 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
     Every rank calls this, and for the one device the first one alone. The job's own configuration does not count.
 
     Args:
-        report: takes a `RunBegan` from rank 0 before every run.
+        report: takes the name of a configuration from rank 0 before every run.
 
     Raises:
         InputError: the pipeline cannot run the request.
@@ -180,7 +173,7 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
                 pipe = None if share else pipe
                 continue
         if report is not None and rank == 0:
-            report(RunBegan(config_name(task.config)))
+            report(config_name(task.config))
         runs.append(_run(job, pipe, task, rank))
         if mesh is not None:
             if share:

@@ -74,6 +74,12 @@ class ComparedTensor:
         """The largest absolute difference over the largest absolute value on one device."""
         return self.largest / self.scale if self.scale else (inf if self.largest else 0.0)
 
+    def describe(self) -> str:
+        """The place as text, such as ``step 2, prediction (rank 1)``."""
+        prompt = f"prompt {self.prompt}, " if self.prompt > 1 else ""
+        ranks = f"{'rank' if len(self.ranks) == 1 else 'ranks'} {' and '.join(map(str, self.ranks))}"
+        return f"{prompt}step {self.step}, {self.tensor} ({ranks})"
+
 
 def compare_steps(prompt: int, ours: Steps, theirs: Steps, rank: int) -> list[ComparedTensor]:
     """The tensors of a call on one rank against those of one device, in the order of steps.

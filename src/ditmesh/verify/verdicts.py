@@ -24,36 +24,6 @@ TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """The first place where a configuration differs from one device, as a `ComparedTensor` has it.
-
-    ``error``, ``largest``: relative and absolute difference.
-    """
-
-    prompt: int
-    step: int
-    tensor: str
-    ranks: tuple[int, ...]
-    error: float
-    largest: float
-
-    def describe(self) -> str:
-        """The place as text, such as ``step 2, prediction (rank 1)``."""
-        prompt = f"prompt {self.prompt}, " if self.prompt > 1 else ""
-        ranks = f"{'rank' if len(self.ranks) == 1 else 'ranks'} {' and '.join(map(str, self.ranks))}"
-        return f"{prompt}step {self.step}, {self.tensor} ({ranks})"
-
-
-@dataclass(frozen=True)
-class StepDifference:
-    """Largest relative difference in one step, over all prompts: of the latents, and of the prediction."""
-
-    step: int
-    latents: float
-    prediction: float
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The verdict on a configuration compared with one device.
 
@@ -64,12 +34,11 @@ class Verdict:
         equal: images and all of the scheduler's tensors have the same bits as on one device.
         repeats: two runs of the configuration gave the same bits.
         error: the judged figure: the largest of the relative differences of latents (any step) and images.
-        largest, mean, psnr, ssim, perceptual: of the worst image; images: the same for every image.
+        largest, mean, psnr, ssim: of the worst image; images: the same for every image.
         latents: relative difference of the last step's latents.
         seconds, one_device_seconds: of the timed run, without loading.
         bytes_sent: in it, by axis, over all ranks.
         first_bit, first_beyond: where results first differ at all, and beyond the tolerance.
-        growth: difference per step.
     """
 
     config: str
@@ -86,15 +55,13 @@ class Verdict:
     mean: float = 0.0
     psnr: float | None = None
     ssim: float = 1.0
-    perceptual: float | None = None
     images: tuple[metrics.Difference, ...] = ()
     latents: float | None = None
     seconds: float = 0.0
     one_device_seconds: float = 0.0
     bytes_sent: dict[str, int] = field(default_factory=dict)
-    first_bit: Divergence | None = None
-    first_beyond: Divergence | None = None
-    growth: tuple[StepDifference, ...] = ()
+    first_bit: ComparedTensor | None = None
+    first_beyond: ComparedTensor | None = None
 
     @property
     def judged(self) -> bool:
@@ -133,14 +100,12 @@ def judge(
     runs: Sequence[RankRun],
     alone: RankRun,
     tolerance: float | None = None,
-    perceptual: bool = False,
 ) -> Verdict:
     """The verdict on a configuration, from the runs of all its ranks.
 
     Args:
         runs: every rank's, in rank order; alone: the one device's.
         tolerance: largest relative difference allowed; None: that of `TOLERANCES`, and none for stale strategies.
-        perceptual: measure the learned perceptual distance too, where its weights are.
     """
     promise = promise_of(config)
     if tolerance is None and promise == "tolerance":
@@ -158,7 +123,7 @@ def judge(
         return verdict
     compared = merge(tensor for run in runs for tensor in run.compared)
     images = tuple(
-        metrics.compare(ours, theirs, perceptual)
+        metrics.compare(ours, theirs)
         for call, reference in zip(runs[0].images, alone.images, strict=True)
         for ours, theirs in zip(call, reference, strict=True)
     )
@@ -172,47 +137,27 @@ def judge(
         equal=same_images and all(result.equal for result in (*images, *compared)),
         repeats=all(run.repeats for run in runs),
         **_errors(compared, images, same_images),
-        **_worst(images),
         images=images,
         seconds=max(run.seconds for run in runs),
         one_device_seconds=alone.seconds,
         bytes_sent=dict(sent),
-        first_bit=_place(next((tensor for tensor in compared if not tensor.equal), None)),
-        first_beyond=_place(next((tensor for tensor in compared if not tensor.error <= limit), None)),
-        growth=_growth(compared),
+        first_bit=next((tensor for tensor in compared if not tensor.equal), None),
+        first_beyond=next((tensor for tensor in compared if not tensor.error <= limit), None),
     )
 
 
 def _errors(
     compared: Sequence[ComparedTensor], images: Sequence[metrics.Difference], same_images: bool
 ) -> dict[str, Any]:
-    """The judged figure, and the difference of the last step's latents."""
+    """The judged figure, the difference of the last step's latents, and the worst value of each measure of images."""
     latents = [tensor for tensor in compared if tensor.tensor == "latents"]
     errors = [*(tensor.error for tensor in latents), *(image.largest for image in images)]
     return {
         "error": max([*errors, 0.0 if same_images else inf]),
         "latents": max((tensor.error for tensor in latents if tensor.step == latents[-1].step), default=None),
+        "largest": max(image.largest for image in images),
+        "mean": max(image.mean for image in images),
+        # Equal images have none.
+        "psnr": min((image.psnr for image in images if image.psnr is not None), default=None),
+        "ssim": min(image.ssim for image in images),
     }
-
-
-def _worst(images: Sequence[metrics.Difference]) -> dict[str, Any]:
-    """The worst value of each measure, where it was measured; equal images have no PSNR."""
-    measures = {"largest": max, "mean": max, "psnr": min, "ssim": min, "perceptual": max}
-    return {
-        name: worst((value for image in images if (value := getattr(image, name)) is not None), default=None)
-        for name, worst in measures.items()
-    }
-
-
-def _place(tensor: ComparedTensor | None) -> Divergence | None:
-    if tensor is None:
-        return None
-    return Divergence(tensor.prompt, tensor.step, tensor.tensor, tensor.ranks, tensor.error, tensor.largest)
-
-
-def _growth(compared: Sequence[ComparedTensor]) -> tuple[StepDifference, ...]:
-    steps: dict[int, dict[str, float]] = {}
-    for tensor in compared:
-        errors = steps.setdefault(tensor.step, {"latents": 0.0, "prediction": 0.0})
-        errors[tensor.tensor] = max(errors[tensor.tensor], tensor.error)
-    return tuple(StepDifference(step, **errors) for step, errors in sorted(steps.items()) if step > 0)

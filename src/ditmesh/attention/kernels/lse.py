@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -65,16 +64,11 @@ def unrounded(q_bhsd: Tensor) -> torch.dtype:
     half precision several times as fast as float32: there parts are computed from the tensors themselves.
     """
     kind, dtype = q_bhsd.device.type, q_bhsd.dtype
-    if kind == "cuda" or (kind == "cpu" and dtype == torch.bfloat16 and _amx()):
+    # torch's name for the question is private.
+    amx: Callable[[], bool] = getattr(torch.cpu, "_is_amx_tile_supported", bool)
+    if kind == "cuda" or (kind == "cpu" and dtype == torch.bfloat16 and amx()):
         return dtype
     return torch.promote_types(dtype, torch.float32)
-
-
-@cache
-def _amx() -> bool:
-    """True if this processor has units for products of tiles of bfloat16; torch's name for the question is private."""
-    ask: Callable[[], bool] | None = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return ask is not None and ask()
 
 
 def attend_each_alone(

@@ -14,7 +14,6 @@ import numpy as np
 from PIL import Image
 
 from ...core.files import without_folder
-from ...quality.perceptual import HINT, METRIC, available
 from ...quality.pictures import as_picture, eight_bits
 from ...report.formatting import number_text
 from ...report.report import StyledText
@@ -32,6 +31,7 @@ from ..pages.charts import (
 from ..pages.page import GridImage, Page
 from .analysis import CAP, Combination, Mean, StudyResults, capped, findings
 from .maps import place_maps
+from .perceptual import HINT, METRIC, available
 from .plan import SYNCHRONOUS, Pair
 from .samplers import scheduler_class
 
@@ -318,23 +318,17 @@ def _difference(apart: np.ndarray, bright: float, devices: int, name: str) -> Gr
     return _shown(shades, caption, f"{name} against the synchronous image", bright)
 
 
-def _charted(results: StudyResults, pair: Pair) -> dict[int, list[Combination]]:
-    """Combinations of one chart, by the number of devices.
-
-    Where every step is synchronous there is no error. If there are too many, the last one asked for still is shown.
-    """
+def _loss_curves(report: Page, results: StudyResults, pair: Pair) -> None:
+    charts: list[tuple[Chart, str]] = []
     by: dict[int, list[Combination]] = {}
     for at in results.by:
         row = results.row(at)
+        # Where every step is synchronous there is no error.
         if row.synchronous.value != row.evaluations and at[:2] == pair:
             by.setdefault(at[2], []).append(at)
-    return {devices: [*some[: LINES - 1], *some[LINES - 1 :][-1:]] for devices, some in by.items()}
-
-
-def _loss_curves(report: Page, results: StudyResults, pair: Pair) -> None:
-    charts: list[tuple[Chart, str]] = []
-    for devices, some in _charted(results, pair).items():
-        of = f"{pair}, {devices} devices"
+    for devices, some in by.items():
+        # If there are too many, the last one asked for still is shown.
+        some, of = [*some[: LINES - 1], *some[LINES - 1 :][-1:]], f"{pair}, {devices} devices"
         own = {at[3]: results.prediction_errors(at) for at in some}
         same = {at[3]: [Mean(e, None, 1) for e in results.by[at][0].get("same_latents") or ()] for at in some}
         for errors, on, bars in (
@@ -364,18 +358,13 @@ def _heat_maps(report: Page, results: StudyResults, pair: Pair) -> None:
         shades = grid(drifts, _ordered({block for block, _ in drifts}), [str(s["step"] + 1) for s in steps])
         chart = heat_map(shades, f"Drift of keys and values, {of}", "step", "block")
         charts.append((chart, f"{of}: relative L2 distance of keys and values from the step before."))
-    report.charts([*charts, *_attention_charts(first, of)])
-
-
-def _attention_charts(first: Mapping[str, Any], of: str) -> list[tuple[Chart, str]]:
-    errors = first.get("attention_error")
-    if not errors:
-        return []
-    values = {(block, str(int(s) + 1)): e for block, by in errors.items() for s, e in by.items() if e is not None}
-    shades = grid(values, _ordered(errors), [str(step + 1) for step in range(first["evaluations"])])
-    chart = heat_map(shades, f"Error of attention, {of}", "step", "block")
-    said = f"{of}: relative L2 error of attention's output against exact attention, same inputs."
-    return [(chart, said)]
+    if errors := first.get("attention_error"):
+        values = {(block, str(int(s) + 1)): e for block, by in errors.items() for s, e in by.items() if e is not None}
+        shades = grid(values, _ordered(errors), [str(step + 1) for step in range(first["evaluations"])])
+        chart = heat_map(shades, f"Error of attention, {of}", "step", "block")
+        caption = f"{of}: relative L2 error of attention's output against exact attention, same inputs."
+        charts.append((chart, caption))
+    report.charts(charts)
 
 
 def _places(report: Page, results: StudyResults, pair: Pair) -> None:

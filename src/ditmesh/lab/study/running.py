@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import pairwise
-from math import isqrt
+from math import isqrt, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,8 +19,9 @@ from PIL import Image
 
 from ... import zoo
 from ...core.files import written_whole
-from ...quality.metrics import compare, of_video
+from ...quality.metrics import compare
 from ...quality.pictures import eight_bits
+from .perceptual import distance
 from .plan import SYNCHRONOUS, Cell, Setup
 from .samplers import set_sampler
 
@@ -135,11 +136,22 @@ class Runner:
             name = f"{key}-{number}.png"
             Image.fromarray(eight_bits(_as_one(image))).save(self.folder / name)
             frames = list(zip(image, exact, strict=True)) if image.ndim == 4 else [(image, exact)]
-            apart = asdict(of_video([compare(ours, theirs, perceptual=True) for ours, theirs in frames]))
-            measures = {measure: apart[measure] for measure in ("equal", "psnr", "ssim", "perceptual")}
+            measures = distances(frames)
             asked = {"file": name, "prompt": cell.prompts[number], "seed": cell.seeds[number]}
             compared.append({**asked, **measures, "right": right[number]})
         return compared
+
+
+def distances(frames: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+    """The distances of an image's pairs of frames: PSNR over all values, means over frames for the others."""
+    apart, learned = [compare(*pair) for pair in frames], [distance(*pair) for pair in frames]
+    error = float(np.mean([0.0 if frame.psnr is None else 10 ** (-frame.psnr / 10) for frame in apart]))
+    return {
+        "equal": all(frame.equal for frame in apart),
+        "psnr": -10 * log10(error) if error else None,
+        "ssim": float(np.mean([frame.ssim for frame in apart])),
+        "perceptual": None if None in learned else float(np.mean(learned)),  # type: ignore[arg-type]
+    }
 
 
 def _as_one(pixels: np.ndarray) -> np.ndarray:

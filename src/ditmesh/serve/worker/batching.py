@@ -15,7 +15,7 @@ from typing import Any
 from ...core.arguments import Arguments, parameter_names
 from ...engine import DENOISERS, Engine, engine_of
 from ...errors import InputError
-from ...generate.loras import loras_of, set_loras, switch_loras
+from ...generate.loras import adapted, pipeline_has, set_loras
 from ...layout.forms import samples_of
 from ...recipe import keeps_between_steps
 from .coroutines import CallInterceptor, PendingCall, PipelineTask, bare
@@ -156,10 +156,10 @@ class Batcher:
         if adapters == self._adapters:
             return
         if adapters:
-            switch_loras(self._template, True)
+            _switch_loras(self._template, True)
             set_loras(self._template, dict(adapters))
-        elif self._adapters is not None or loras_of(self._template):
-            switch_loras(self._template, False)
+        elif self._adapters is not None or any(adapted(self._template)):
+            _switch_loras(self._template, False)
         self._adapters = adapters
 
     # --- a round -----------------------------------------------------------------------------------------------
@@ -285,3 +285,14 @@ def _why_alone(pipe: Any, engine: Engine) -> str:
     if not hasattr(getattr(pipe, "scheduler", None), "step"):
         return f"{type(pipe).__name__} has no scheduler that could be copied{ONE_BY_ONE}"
     return ""
+
+
+def _switch_loras(pipe: Any, on: bool) -> None:
+    """Switch all adapters of a pipeline on or off."""
+    from diffusers.utils.peft_utils import set_adapter_layers
+
+    if pipeline_has(type(pipe)):
+        pipe.enable_lora() if on else pipe.disable_lora()
+    else:
+        for _, part in adapted(pipe):
+            set_adapter_layers(part, enabled=on)

@@ -25,18 +25,18 @@ from ...comm.backends import device_of_rank
 from ...errors import DitmeshError, InputError
 from ...generate.arguments import CALLBACK, call_parameters
 from ...generate.outputs import Picture, outputs_of
-from ...generate.preview import preview_jpeg
 from ...generate.receipt import PNG_KEYWORD, Receipt, text_chunk
 from ...generate.runner import Prepared, quieten
 from ...generate.steps import SchedulerStep, StepEvents, loop_steps
 from ...generate.video import write_mp4
 from ...launch.heap import return_free_memory
-from ...launch.log_filter import hidden_texts
 from ..offers import ModelSpec
 from ..types import RankState
 from .batching import Batcher
 from .coroutines import PendingCall, PipelineTask
 from .loaded import LoadedModel
+from .previews import estimated_image, preview_jpeg
+from .private_texts import hidden_texts
 from .protocol import (
     Beat,
     Cancel,
@@ -460,7 +460,7 @@ class TaskScheduler:
         if work.seen is None or work.prepared is None or model.colours is None:
             return
         try:
-            estimate = work.seen.estimate()
+            estimate = estimated_image(work.seen)
             shown = work.seen.latents() if estimate is None else estimate
             size = work.prepared.job.size or model.info.default_size or (0, 0)
             picture = None if shown is None else model.colours.picture(shown, *size)

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_flatten_with_path
 
 from ...comm.mesh import Mesh
-from ...comm.objects import on_first
 from ...core.files import digest_of_file, written_whole
 from ...errors import InputError
+from ..first_rank import on_first
 
 MANIFEST = "manifest.json"
 # A rank's file is assembled in memory before it is written.

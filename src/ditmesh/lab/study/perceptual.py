@@ -1,9 +1,8 @@
 """A learned perceptual distance with weights from a Python package, without network access.
 
-LPIPS (Zhang et al. 2018, arXiv:1801.03924) compares the features that a small convolutional network finds in two
-images. Its usual weights are downloaded; those of its shift-tolerant sibling (Ghildyal & Liu 2022,
-arXiv:2207.13686) come inside the wheel of ``stlpips-pytorch``. Only the file of weights is read: the package itself
-imports libraries that it does not ask for. Figures are ST-LPIPS (AlexNet), not LPIPS: comparable among themselves.
+LPIPS (Zhang et al. 2018, arXiv:1801.03924) compares features that a small convolutional network finds in two images.
+Its usual weights are downloaded; those of its shift-tolerant sibling (Ghildyal & Liu 2022, arXiv:2207.13686) come in
+the wheel of ``stlpips-pytorch``, of which only that file is read. Figures are ST-LPIPS (AlexNet), not LPIPS.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..requirements import not_installed
-from .pictures import as_picture
+from ...quality.pictures import as_picture
+from ...requirements import not_installed
 
 if TYPE_CHECKING:
     import torch
