@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The two branches of guidance, one on each device: the cheapest way to share a small model.
 DEVICES ?= --devices 2 --cfg 2
+CONFIG ?= cfg=2
 OUT ?= outputs
 PROMPTS ?= "a red fox" "a cactus" "a pizza" "a red apple"
 
@@ -16,8 +17,9 @@ $(BIN)/ditmesh: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(BIN)/ditmesh
 
-generate: $(BIN)/ditmesh  ## generate pictures with two worker processes and the embedded model
+generate: $(BIN)/ditmesh  ## generate pictures with two worker processes and the embedded model, and compare with one device
 	$(BIN)/ditmesh generate $(PROMPTS) $(DEVICES) --out $(OUT)
+	$(BIN)/ditmesh verify $(CONFIG)
 
 # Two processes, each a file at a time and in the order of folders, so that the modules of a folder are imported once. At the
 # lowest priority: a server's ranks take a lower one, and would starve beside the other process.
