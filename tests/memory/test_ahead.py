@@ -14,12 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ditmesh.config import ParallelConfig
 from ditmesh.layout.conventions import Size
-from ditmesh.memory.ahead import computed_ahead, found_ahead_of
+from ditmesh.layout.without_values import WithoutValues, by_any_call, model_on_meta
+from ditmesh.memory.ahead import computed_ahead
 from ditmesh.memory.catalogue import shapes
 from ditmesh.memory.check import components_of_shape
 from ditmesh.memory.phases import needs
 from ditmesh.memory.sizes import workload_of
-from ditmesh.memory.walk import WithoutValues, by_any_call, model_on_meta
+from ditmesh.strategies.ahead import found_ahead_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
 # By model: GB of the transformer, of what is left of it, and of the values for 50 steps of two branches.
@@ -63,10 +64,10 @@ def test_operations_that_are_saved(name: str) -> None:
     """Counted by torch, in a step of the model's own size without values."""
     shape = shapes()[name]
     workload = replace(workload_of(shape), branches=2, steps=50)
-    paths = found_ahead_of(shape.transformer, shape.config, workload, torch.bfloat16).modules
     model = model_on_meta(shape.transformer, json.dumps(shape.config, default=str))
     batch, _ = workload.calls(workload.pictures, workload.branches)
     size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
+    paths = found_ahead_of(model, size, workload.steps, torch.bfloat16).modules
 
     def counted(make: Any) -> tuple[int, int]:
         counter = FlopCounterMode(display=False)
@@ -78,6 +79,29 @@ def test_operations_that_are_saved(name: str) -> None:
 
     total, ahead = by_any_call(model, torch.bfloat16, counted)
     assert (round(100 * ahead / total, 2), float(f"{total:.3g}")) == OPERATIONS[name]
+
+
+def test_what_goes_ahead_is_not_in_pieces() -> None:
+    shape = shapes()["pixart-sigma"]
+    workload = replace(workload_of(shape), branches=2, steps=50)
+    components = replace(components_of_shape(shape), encoders={}, vae=None)
+    config = {"ulysses": 2, "shard": 2}
+    away = computed_ahead(shape.transformer, shape.config, 1, workload, torch.bfloat16)
+    (pieces,), (rank,), (cpu,) = (
+        needs(components, ParallelConfig(**config, precompute=ahead), workload, torch.bfloat16, gpu=gpu)
+        for ahead, gpu in ((False, True), (True, True), (True, False))
+    )
+    loaded, denoising = rank.phases
+    # What is away was half in pieces.
+    assert pieces.phases[0].weights - loaded.weights == pytest.approx(away.weights / 2, rel=0.03)
+    assert cpu.phases[0].weights - pieces.phases[0].weights == pytest.approx(away.weights / 2, rel=0.03)
+    assert denoising.weights == pytest.approx(loaded.weights + away.kept)
+    # A part that ranks cut is read onto the device.
+    ((first, denoising),) = (
+        each.phases
+        for each in needs(components, ParallelConfig(tensor=2, precompute=True), workload, torch.bfloat16, gpu=True)
+    )
+    assert first.weights + away.kept == pytest.approx(denoising.weights + away.weights / 2)
 
 
 def test_slices_and_branches_share_them() -> None:

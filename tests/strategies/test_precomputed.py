@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import diffusers
 import pytest
@@ -19,18 +22,22 @@ from ditmesh.comm.mesh import Mesh
 from ditmesh.config import ParallelConfig
 from ditmesh.core.arguments import Arguments, parameter_names
 from ditmesh.core.clock import CallClock
-from ditmesh.core.partial_run import PartialRun, Unknown, unknown_like
+from ditmesh.core.partial_run import PartialRun, Unknown, partial_run, unknown_like
 from ditmesh.core.patching import CallChain
 from ditmesh.generate.loading import ahead_stays
-from ditmesh.memory.ahead import modules_ahead
+from ditmesh.strategies import ahead
+from ditmesh.strategies.ahead import modules_ahead, usually_ahead
 from ditmesh.strategies.precomputed import PrecomputedModel
+from ditmesh.strategies.sharded import ShardedWeights
 from ditmesh.strategies.tensor.parallel import TensorParallel
 from support.classes import CASES
+from support.faults import PROMPT, Injected, drawn_by, pipeline, put_back, tried
 from support.lora import adapter as adapter_weights
 from support.lora import load
 from support.models import MAKERS, RAGGED, inputs, tiny
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
+from support.tensor import bits, same_bits
 
 # --- a partial run -------------------------------------------------------------------------------------------
 
@@ -222,13 +229,63 @@ FAMILY = {"sd3": "SD3", "flux": "Flux"}
 # --- requests ------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def usual_sizes(name: str) -> Iterator[None]:
+    """An ordinary request has the sizes of a tiny pipeline's: what goes ahead for 50 steps is nearly nothing there."""
+    ahead._usually_ahead.cache_clear()
+    with mock.patch.multiple(ahead, CELLS=8, TEXT=12, STEPS=4, BRANCHES=2 if name == "sd3" else 1):
+        yield
+    ahead._usually_ahead.cache_clear()
+
+
+def in_pieces(config: dict[str, Any]) -> tuple[bool, float, bool]:
+    """Whether a request in pieces has the bits that it has whole; the share of the weights on a rank in a step, beside
+    what goes ahead; whether the weights are those from before.
+    """
+    pipe = PIPELINES["sd3"]()
+    model, before = pipe.transformer, [each.clone() for each in pipe.transformer.parameters()]
+    with ditmesh.parallelized(pipe, {**config, "shard": 1}):
+        truth = draw(pipe, arguments("sd3", [1, 2]))
+    with usual_sizes("sd3"), ditmesh.parallelized(pipe, {**config, "precompute": True}):
+        (part,), (sharded,) = (ditmesh.engine_of(pipe).parts(kind) for kind in (PrecomputedModel, ShardedWeights))
+        part.frees_weights, held = True, []
+        # While the latents are cut up, no block is here.
+        hook = model.pos_embed.register_forward_hook(
+            lambda *_: held.append(sharded.held + sum(each.nbytes for each in model.parameters()))
+        )
+        same = torch.equal(draw(pipe, arguments("sd3", [1, 2])), truth)
+        hook.remove()
+        gone = sum(each.nbytes for path in part.modules for each in model.get_submodule(path).parameters())
+    total = sum(each.nbytes for each in before)
+    assert gone > 0.05 * total
+    return same, max(held) / (total - gone), all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("config", "shard"),
+    [
+        ({"ulysses": 2, "shard": 2}, 2),
+        pytest.param({"ulysses": 2, "ring": 2, "shard": 4}, 4, marks=pytest.mark.matrix),
+        pytest.param({"data": 2, "tensor": 2, "shard": 2}, 4, marks=pytest.mark.matrix),
+        pytest.param({"cfg": 2, "ulysses": 2, "shard": 2}, 2, marks=pytest.mark.matrix),
+        pytest.param({"pipe": 2, "ulysses": 2, "shard": 2, "warmup": "fixed(4)"}, 4, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_what_goes_ahead_is_not_in_pieces(ranks, config, shard):
+    for same, held, restored in ranks(ParallelConfig(**config).world_size).run(in_pieces, config):
+        assert same
+        assert held < 1 / shard + 0.1
+        assert restored
+
+
 def drawn(name: str, config: dict[str, Any], frees: bool = False, **more: Any) -> tuple[bool, int, int]:
     """Whether the latents are those without it, calls that were foreseen, and modules computed ahead."""
     pipe = PIPELINES[name]()
     calls = more.pop("calls", [{}])
     with ditmesh.parallelized(pipe, config):
         truth = [draw(pipe, arguments(name, [1, 2], **{**more, **call})) for call in calls]
-    with ditmesh.parallelized(pipe, {**config, "precompute": True}):
+    with usual_sizes(name), ditmesh.parallelized(pipe, {**config, "precompute": True}):
         (part,) = ditmesh.engine_of(pipe).parts(PrecomputedModel)
         part.frees_weights = frees
         values = [draw(pipe, arguments(name, [1, 2], **{**more, **call})) for call in calls]
@@ -250,6 +307,8 @@ def drawn(name: str, config: dict[str, Any], frees: bool = False, **more: Any) -
         {"ring": 2, "exchange": "gather"},
         {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
         {"ulysses": 2, "reproducible": True},
+        {"ulysses": 2, "shard": 2},
+        {"data": 2, "shard": 2},
         {"tensor": 2},
         {"pipe": 2, "warmup": "fixed(1)"},
         {"pipe": 2, "patches": 4, "reproducible": True},
@@ -288,10 +347,8 @@ def test_weights_are_away_in_every_step():
 
 
 def test_modules_are_known_before_any_call():
-    settings: Any = tiny("Flux").config
-    paths = modules_ahead("FluxTransformer2DModel", dict(settings), torch.float32)
-    assert {"time_text_embed", "norm_out.linear"} <= {*paths}
-    assert modules_ahead("NoSuchModel", {}, torch.float32) == ()
+    assert {"time_text_embed", "norm_out.linear"} <= {*modules_ahead(tiny("Flux"))}
+    assert usually_ahead("NoSuchModel", {}, torch.float32).modules == ()
 
 
 def test_weights_stay_in_host_memory_while_the_rest_moves():
@@ -327,6 +384,66 @@ def test_weights_that_were_in_host_memory_come_one_module_at_a_time(monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(values, truth, strict=True))
     assert max(held) == max(sum(each.numel() for each in own) for own in weights)
     assert all(parameter.numel() for parameter in pipe.transformer.parameters())
+
+
+def broken_off(config: dict[str, Any], where: str) -> tuple[str, float, str, str]:
+    """How a request ends in which a module that goes ahead fails on the last rank, and after how many seconds; how the
+    next one ends, with weights that leave; and what restore gives back.
+    """
+    pipe = pipeline("sd3")
+    weights, alone = bits(pipe.transformer), drawn_by(pipe, "sd3")
+    with ditmesh.parallelized(pipe, config):
+        truth = drawn_by(pipe, "sd3")
+    ditmesh.parallelize(pipe, {**config, "precompute": True})
+    (part,) = ditmesh.engine_of(pipe).parts(PrecomputedModel)
+    part.frees_weights = True
+    last = ditmesh.engine_of(pipe).mesh.world
+
+    def fail(*_: Any) -> None:
+        if last.rank == last.size - 1 and (where == "everywhere" or partial_run() is not None):
+            raise Injected("on purpose")
+
+    # As a hook that partial runs leave in place.
+    fail.brings_weights = True  # type: ignore[attr-defined]
+    hook = pipe.transformer.transformer_blocks[1].norm1.linear.register_forward_pre_hook(fail)
+    how, seconds = tried(lambda: drawn_by(pipe, "sd3"), truth)
+    hook.remove()
+    return how, seconds, tried(lambda: drawn_by(pipe, "sd3"), truth)[0], put_back(pipe, "sd3", weights, alone)
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "first", "second"),
+    [
+        # Slices are exchanged: what one rank computes alone, the others would wait for.
+        ({"tensor": 2}, "ahead", "PeerError", "Injected"),
+        ({"ulysses": 2}, "everywhere", "PeerError", "Injected"),
+        ({"ulysses": 2}, "ahead", "right", "right"),
+        ({"ulysses": 2, "shard": 2}, "ahead", "right", "right"),
+    ],
+    ids=str,
+)
+def test_an_error_while_values_go_ahead(ranks, config, where, first, second):
+    found = ranks(2).run(broken_off, config, where)
+    for (how, seconds, then, restored), begins in zip(found, (first, second), strict=True):
+        assert how.startswith(begins), how
+        assert seconds < PROMPT
+        assert (then, restored) == ("right", "restored")
+
+
+def test_an_error_on_one_device_and_an_undo_in_the_middle():
+    assert broken_off({}, "everywhere")[::2] == ("Injected: on purpose", "right")
+    pipe = PIPELINES["sd3"]()
+    weights, truth = bits(pipe.transformer), draw(pipe, arguments("sd3", [1]))
+    ditmesh.parallelize(pipe, {"precompute": True})
+    (part,) = ditmesh.engine_of(pipe).parts(PrecomputedModel)
+    part.frees_weights = True
+
+    def undo(*_: Any) -> None:
+        assert part.away()
+        ditmesh.restore(pipe)
+        assert same_bits(weights, bits(pipe.transformer))
+
+    assert torch.equal(draw(pipe, arguments("sd3", [1], **at_step(1, undo))), truth)
 
 
 def at_step(step: int, change: Any) -> dict[str, Any]:
@@ -431,10 +548,9 @@ def test_a_wrong_value_is_seen_in_the_first_calls(monkeypatch, row):
         draw(pipe, arguments("sd3", [1]))
 
 
-@pytest.mark.parametrize("setting", [{"ulysses": 2, "shard": 2}, {"compile": "eager"}], ids=str)
-def test_what_does_not_go_together_is_refused(setting):
-    with pytest.raises(ditmesh.ConfigError, match="precompute=True"):
-        ParallelConfig(**setting, precompute=True)
+def test_compiled_blocks_are_refused():
+    with pytest.raises(ditmesh.ConfigError, match=r"precompute=True.*use one of them"):
+        ParallelConfig(compile="eager", precompute=True)
 
 
 def test_a_bare_transformer_is_refused():

@@ -30,14 +30,14 @@ def inspect(*, model: ModelArgument = "", size: Size = None, frames: Frames = No
     import torch
 
     from ..layout.describe import layout_of_class, meta_model
-    from ..memory.ahead import modules_ahead
     from ..memory.sizes import workload_of
+    from ..strategies.ahead import usually_ahead
     from ..strategies.sharded import parameters_in_pieces
 
     workload = workload_of(info, pixels, None, 1, None, frames)
     layout = layout_of_class(info.transformer_class, info.transformer)
     module = meta_model(info.transformer_class, info.transformer)
-    ahead = modules_ahead(info.transformer_class, info.transformer, torch.bfloat16)
+    ahead = usually_ahead(info.transformer_class, info.transformer, torch.bfloat16).modules
     parameters = [each for path in ahead for each in module.get_submodule(path).parameters()]
     facts |= {
         "parameters": sum(parameter.numel() for parameter in module.parameters()),

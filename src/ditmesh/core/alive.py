@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
 
@@ -79,3 +81,23 @@ class LiveBytes(TorchDispatchMode):
         if key in self._counted:
             self._counted.discard(key)
             self.now -= size
+
+
+@contextmanager
+def manual_collection() -> Iterator[None]:
+    """Collect garbage at the walk's own points only, among the walk's own objects.
+
+    Else what is alive would depend on when Python collects, and most of a walk's time would go into looking at the
+    objects of all libraries.
+    """
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    if not frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()

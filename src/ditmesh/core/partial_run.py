@@ -218,12 +218,21 @@ class PartialRun(TorchDispatchMode):
         args, kwargs = tree_map(shape_of, (args, kwargs))
         if not given:
             kwargs = kwargs | {"device": torch.device("meta")}
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            raise LayoutError(f"{func} does not run on shapes alone") from error
 
         def unknown(leaf: Any) -> Any:
             return shapes[id(leaf)] if id(leaf) in shapes else Unknown(leaf, device)
 
         return tree_map(lambda leaf: unknown(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def partial_run() -> PartialRun | None:
+    """The partial run in progress."""
+    run = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
+    return run if isinstance(run, PartialRun) else None
 
 
 def exchanged(exchange: Callable[[Tensor], Tensor], tensor: Tensor, width: int | None = None) -> Tensor:
@@ -233,8 +242,8 @@ def exchanged(exchange: Callable[[Tensor], Tensor], tensor: Tensor, width: int |
         exchange: gives a tensor of the same shape, dtype and device, but for the last dimension.
         width: of the last dimension; None: that of the tensor.
     """
-    run = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
-    if not isinstance(run, PartialRun):
+    run = partial_run()
+    if run is None:
         return exchange(tensor)
     if run.is_unknown(tensor):
         meta = _meta(tensor)

@@ -22,9 +22,9 @@ from ..config import ParallelConfig
 from ..engine import ConfigLike, agreed, denoisers, engine_of, parallelize
 from ..errors import InputError
 from ..layout import known_models
-from ..memory.ahead import modules_ahead
 from ..memory.check import check_memory as check_fits
 from ..memory.check import choose_for_ranks
+from ..strategies.ahead import modules_ahead
 from ..strategies.pipefusion.stages import is_away
 from .components import read_saved
 from .model_info import ModelInfo, find_model
@@ -122,8 +122,7 @@ def ahead_stays(pipe: Any, config: ParallelConfig | str, device: torch.device) -
     held: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
     if device.type != "cpu" and isinstance(config, ParallelConfig) and config.precompute:
         for model in denoisers(pipe):
-            dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
-            for path in modules_ahead(type(model).__name__, dict(getattr(model, "config", {})), dtype):
+            for path in modules_ahead(model):
                 for module in model.get_submodule(path).modules():
                     for name, parameter in module.named_parameters(recurse=False):
                         # Weights of other types, such as quantised ones, have more than their data.

@@ -18,6 +18,7 @@ from ..core.digests import digest, digest_of_parts, tensor_digest, weights_of
 from ..core.partition import Partition
 from ..engine import ENGINE, denoisers
 from ..layout import layout_of
+from ..strategies.ahead import modules_ahead
 from ..strategies.pipefusion.stages import ABSENT_ATTRIBUTE, IN_PIECES, elsewhere, first_cut, is_away, shape_of
 from ..strategies.sharded import (
     UNITS,
@@ -63,6 +64,9 @@ def load_transformer(
     absent = _elsewhere(model, config, mesh, shapes) if mesh.pipe.size > 1 else set()
 
     pieces = _Pieces(model, mesh, absent, shapes, torch_dtype)
+    # Whole weights that no step needs; what is cut is put together on the device.
+    waiting = config.precompute and mesh.tensor.size == mesh.pipe.size == 1
+    on_host = tuple(f"{path}." for path in modules_ahead(model)) if waiting else ()
 
     def read(name: str, stored: Any, dtype: torch.dtype) -> Tensor:
         if name in absent:
@@ -73,7 +77,8 @@ def load_transformer(
                 return read_slice(stored, *cuts.get(name, (0, WHOLE)), rank, dtype, device, (first, last))
 
             return pieces.read(name, rows)
-        return read_slice(stored, *cuts.get(name, (0, WHOLE)), rank, dtype, device)
+        where = torch.device("cpu") if name.startswith(on_host) else device
+        return read_slice(stored, *cuts.get(name, (0, WHOLE)), rank, dtype, where)
 
     model = fill_weights(model, Path(folder), torch_dtype, variant, device, read)
     for name, parameter in model.named_parameters():
@@ -103,7 +108,7 @@ class _Pieces:
         if mesh.shard.size == 1 or layout is None:
             return
         dtypes = {name: final_dtype(model, name, p.dtype, torch_dtype) for name, p in model.named_parameters()}
-        for group in groups_of(model, layout):
+        for group in groups_of(model, layout, mesh.config.precompute):
             present = [name for name in group.parameters if name not in absent]
             sizes = [prod(shapes[name]) * dtypes[name].itemsize for name in present]
             names = tuple(present[number] for number in balanced_order(sizes, mesh.shard.size))

@@ -19,13 +19,13 @@ from ..engine import DENOISERS, agreed, guided, refusal
 from ..errors import ConfigError, DitmeshError, InputError, LayoutError, first_line
 from ..generate.model_info import ModelInfo
 from ..layout import TokenLayout, known_models
+from ..layout.without_values import FAILURES, model_on_meta
 from ..request import Offload
 from ..strategies.heads import heads_of
 from .available import free_memory
 from .catalogue import Shape
 from .phases import Component, Components, needs
 from .sizes import Workload, workload_of
-from .walk import FAILURES, model_on_meta
 
 log = logging.getLogger(__name__)
 

@@ -127,11 +127,13 @@ def needs(
     stages: list[RankNeeds] = []
     for stage, dit in enumerate(_denoising(components, config, workload, dtype)):
         around = dit.weights - away.weights + (0.0 if offloaded else vae.weights + components.other)
-        phases = [Phase("load", around + loaded, process=process)]
+        # What is cut is read on the device, and leaves it in the first step.
+        at_first = around + (away.weights if config.tensor * config.pipe > 1 else 0.0)
+        phases = [Phase("load", at_first + loaded, process=process)]
         if encoders:
             parts = components.encoders.values()
             layer = max(largest_layer(part.kind, part.settings, dtype) for part in parts) if layers else 0.0
-            weights = around + (layer if layers else largest.weights if offloaded else encoding)
+            weights = at_first + (layer if layers else largest.weights if offloaded else encoding)
             phases.append(Phase("encode", weights, largest.activations, process=process))
         phases.append(Phase("denoise", around + later, dit.activations, process=process))
         if components.vae is not None:
@@ -149,7 +151,10 @@ def _ahead(components: Components, config: ParallelConfig, workload: Workload, d
         branches=-(-workload.branches // config.cfg),
         element=dtype.itemsize,
     )
-    every = [computed_ahead(part.kind, part.settings, config.tensor, share, dtype) for part in components.denoisers]
+    every = [
+        computed_ahead(part.kind, part.settings, config.tensor, share, dtype, config.shard > 1)
+        for part in components.denoisers
+    ]
     # Stages have about as many blocks each.
     stages = config.pipe
     return Needs(sum(each.weights for each in every) / stages, 0.0, sum(each.kept for each in every) / stages)
@@ -169,8 +174,10 @@ def _decoding(components: Components, config: ParallelConfig, workload: Workload
 
 def _denoising(components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype) -> list[Needs]:
     """For every stage what its ranks need, of all transformers, of which one runs at a time."""
-    # Neither where the other components are nor how many steps follow changes a step.
-    among = config.model_copy(update={"text_encoder": "whole", "vae": "auto", "precompute": False})
+    # Neither where the other components are nor how many steps follow changes a step, nor what goes ahead but of what
+    # is in pieces.
+    ahead = config.precompute and config.shard > 1
+    among = config.model_copy(update={"text_encoder": "whole", "vae": "auto", "precompute": ahead})
     workload = replace(workload, steps=1, element=dtype.itemsize)
     stages = [_stages(part, among, workload, dtype) for part in components.denoisers]
     return [
@@ -195,7 +202,7 @@ def _stages(part: Component, config: ParallelConfig, workload: Workload, dtype: 
     if not config.stages_or_patches:
         return [denoise(part.kind, part.settings, layout, config, workload, dtype)]
     # In synchronous steps every stage has the whole image, and nothing needs more. Keys of a stage's blocks stay.
-    whole = _settings(config, "data", "cfg", "ring", "ulysses", "tensor", "shard", "text", "vae")
+    whole = _settings(config, "data", "cfg", "ring", "ulysses", "tensor", "shard", "precompute", "text", "vae")
     total = denoise(part.kind, part.settings, layout, whole, workload, dtype)
     model = meta_model(part.kind, dict(part.settings))
     order, lengths = kinds_of(model, layout), first_cut(model, layout, config)

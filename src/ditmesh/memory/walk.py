@@ -10,31 +10,31 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from ..config import ParallelConfig
-from ..core.alive import LiveBytes
+from ..core.alive import LiveBytes, manual_collection
 from ..core.clock import TIMESTEPS
 from ..engine import Engine
-from ..errors import DitmeshError, LayoutError, first_line
+from ..errors import LayoutError, first_line
 from ..layout import TokenLayout
-from ..layout.conventions import CallVariant, Conventions, Size, call_variants
+from ..layout.conventions import Conventions, Size
 from ..layout.describe import meta_model
-from ..recipe import RECIPE, keeps_between_steps
+from ..layout.without_values import (
+    FAILURES,
+    WithoutValues,
+    by_any_call,
+    fake_weights,
+    model_on_meta,
+)
+from ..recipe import PRECOMPUTED, RECIPE, Recipe, keeps_between_steps
 from ..strategies.base import Context, Request, Strategy
 from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.rows import DecodedRows
@@ -45,14 +45,10 @@ from .cache import Needs, kept
 from .phantom import phantom_mesh
 from .sizes import Workload
 
-_LOG = logging.getLogger("torch._subclasses.fake_tensor")
-# Exceptions of models that read values, or that are called with unexpected arguments.
-FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 # Steps of a stale strategy that are looked at: a synchronous one, one that uses its keys, one that overwrites them.
 WALKED_STEPS = 3
-Result = TypeVar("Result")
-# The form of call with which the walk of a model has succeeded; every other form fails again.
-VARIANTS: WeakKeyDictionary[nn.Module, CallVariant] = WeakKeyDictionary()
+# What is computed ahead needs a scheduler; `memory.ahead` counts it, and here it decides what is in pieces.
+WALKED: Recipe = tuple(strategy for strategy in RECIPE if strategy is not PRECOMPUTED)
 
 
 def denoise(
@@ -88,35 +84,10 @@ def denoise(
             continue
         twice = look([1 + (other == kind) for other in range(len(counts))])
         # The state of a block from step to step exists once per block.
-        more = twice.kept - once.kept if keeps_between_steps(RECIPE, config) else 0.0
+        more = twice.kept - once.kept if keeps_between_steps(WALKED, config) else 0.0
         state += (count - 1) * more
         activations = max(activations, twice.activations - more)
     return Needs(weights, activations + state - once.kept, state, once.blocks)
-
-
-class WithoutValues(TorchFunctionMode):
-    """Answers what only values could, for tensors that have none.
-
-    Args:
-        attended: told of the keys and the values of every attention call.
-    """
-
-    def __init__(self, attended: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        super().__init__()
-        self._attended = attended
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nonzero and isinstance(args[0], Tensor):
-            # Of a mask, which hides nothing here.
-            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
-        if func is torch.equal:
-            # Comparisons are of tensors for all tiles, such as a timestep's modulation, or of two forms of a mask.
-            one, other = args
-            return one.shape == other.shape and one.dtype == other.dtype
-        if func is F.scaled_dot_product_attention and self._attended is not None:
-            arguments = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-            self._attended(arguments["key"], arguments["value"])
-        return func(*args, **(kwargs or {}))
 
 
 def key_bytes(
@@ -153,57 +124,6 @@ def key_bytes(
     return by_any_call(model, dtype, keys_of_call)
 
 
-def by_any_call(model: nn.Module, dtype: torch.dtype, run: Callable[[Conventions], Result]) -> Result:
-    """The result of a walk in the first form of call with which the model runs without values.
-
-    Raises:
-        LayoutError: there is none; names the reason of the likeliest.
-    """
-    reasons: list[str] = []
-    for way in sorted(call_variants(model), key=lambda way: (way != VARIANTS.get(model), way.optional)):
-        with fake_weights(model, dtype):
-            make = Conventions(model, way)
-            # The first parameter may be one that stays in float32.
-            make.dtype = dtype
-            try:
-                result = run(make)
-            except (DitmeshError, *FAILURES) as error:
-                reasons.append(f"{first_line(error)} ({way})")
-                continue
-        VARIANTS[model] = way
-        return result
-    raise LayoutError(
-        f"{type(model).__name__} cannot run without values, so what it needs is not known: "
-        f"{reasons[0] if reasons else 'no way to call it was found'}"
-    )
-
-
-@lru_cache(maxsize=2)
-def model_on_meta(kind: str, settings: str) -> nn.Module:
-    """A transformer for walks, which leave its blocks as they were; ``settings`` is its configuration as JSON."""
-    return meta_model(kind, json.loads(settings)).eval()
-
-
-@contextmanager
-def manual_collection() -> Iterator[None]:
-    """Collect garbage at the walk's own points only, among the walk's own objects.
-
-    Else what is alive would depend on when Python collects, and most of a walk's time would go into looking at the
-    objects of all libraries.
-    """
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
-    gc.disable()
-    if not frozen:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if not frozen:
-            gc.unfreeze()
-        if enabled:
-            gc.enable()
-
-
 def _step(
     model: nn.Module, layout: TokenLayout, config: ParallelConfig, workload: Workload, dtype: torch.dtype
 ) -> Needs:
@@ -213,7 +133,7 @@ def _step(
 
     def steps_of_call(make: Conventions) -> Needs:
         alive, mesh = LiveBytes((*model.parameters(), *model.buffers())), phantom_mesh(config)
-        engine = Engine([(model, layout)], config, mesh, owns_mesh=False)
+        engine = Engine([(model, layout)], config, mesh, owns_mesh=False, recipe=WALKED)
         engine.open(model)
         units = _units(engine.models[0].find(ShardedWeights), alive)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -289,42 +209,6 @@ def run_steps(
             inputs[name] = inputs[name] - 0.01 * step
         outputs = [model(**inputs) for _ in range(calls)]
     return outputs
-
-
-@contextmanager
-def fake_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Give a model on the meta device weights without values, which say that they are on the CPU."""
-    exact = tuple(getattr(type(model), "_keep_in_fp32_modules", None) or ())
-    if not hasattr(model, "register_to_config"):
-        # transformers does that for float16 alone.
-        exact = exact if dtype == torch.float16 else ()
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
-    # Weights that several modules share stay one.
-    fakes: dict[int, Tensor] = {}
-    with ExitStack() as undo, warnings.catch_warnings(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        warnings.simplefilter("ignore")
-        # A way of calling the model that is not the right one is no news.
-        undo.callback(_LOG.setLevel, _LOG.level)
-        _LOG.setLevel(logging.CRITICAL)
-        for path, module in model.named_modules():
-            held: dict[str, Any]
-            for held in (module._parameters, module._buffers):  # type: ignore[assignment]
-                for name, tensor in held.items():
-                    if tensor is None:
-                        continue
-                    before.append((held, name, tensor))
-                    keeps = any(part in (*path.split("."), name) for part in exact)
-                    kind = (torch.float32 if keeps else dtype) if tensor.is_floating_point() else tensor.dtype
-                    if id(tensor) not in fakes:
-                        made = torch.empty(tensor.shape, dtype=kind, device="cpu")
-                        weight = isinstance(tensor, nn.Parameter)
-                        fakes[id(tensor)] = nn.Parameter(made, requires_grad=False) if weight else made
-                    held[name] = fakes[id(tensor)]
-        try:
-            yield
-        finally:
-            for held, name, tensor in before:
-                held[name] = tensor
 
 
 def weight_bytes(model: nn.Module, units: Sequence[Unit] = ()) -> float:

@@ -201,6 +201,9 @@ class PrecomputedModel:
         try:
             rows = self._computed(arguments, *parts)
         except Exception as error:
+            if self._parallel.find(TensorParallel) is not None and not isinstance(error, LayoutError):
+                # Ranks exchange slices in this run, and the others may be waiting for this one.
+                raise
             # What runs is decided by values of the image, or it runs outside of torch. An error of the model itself
             # comes again when it runs as ever.
             self._surprises = MAX_SURPRISES + 1
@@ -299,7 +302,7 @@ class PrecomputedModel:
         ]
 
     def _absent(self, weight: Tensor) -> bool:
-        """True if another stage has a weight."""
+        """True if another stage has a weight, or ranks share it in pieces."""
         return is_away(weight) and weight not in self._away
 
     # --- modules -----------------------------------------------------------------------------------------
@@ -399,7 +402,7 @@ class PrecomputedModel:
 
     @contextmanager
     def _lending(self) -> Iterator[None]:
-        """Inside, every module's own weights are on the device while it runs, and those of other stages have shapes."""
+        """Inside, every module's own weights are on the device while it runs; those that are not here have shapes."""
         with ExitStack() as undo:
             for parameter in filter(self._absent, self._model.parameters()):
                 undo.callback(setattr, parameter, "data", parameter.data)
@@ -534,7 +537,9 @@ class _Watch:
     def _pays(self, path: str, calls: list[tuple[Any, list[int | None]]], times: int) -> bool:
         parameters = [*self._model.get_submodule(path).parameters()]
         alone = all(name.startswith(f"{path}.") for each in parameters for name in self._owners[id(each)])
-        if not parameters or not alone or any(id(each) in self._loose for each in parameters):
+        # What is not here, or in pieces, cannot leave, even if the call does not read it.
+        stays = any(id(each) in self._loose or self._run.is_unknown(each) for each in parameters)
+        if not parameters or not alone or stays:
             return False
         held = 0
         for output, versions in calls:

@@ -25,6 +25,7 @@ from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT, memory, offset_of, rounded_up
 from ..core.alive import PLAIN_TENSORS
 from ..core.arguments import Arguments
+from ..core.partial_run import partial_run
 from ..core.patching import CallChain, Proceed, refuse_loading, refuse_reading, refuse_saving, wrap_methods
 from ..core.values import as_bytes
 from ..errors import ConfigError, InputError
@@ -175,11 +176,21 @@ def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()
     return groups
 
 
-def groups_of(model: nn.Module, layout: TokenLayout) -> list[GatherGroup]:
-    """The parameters of a transformer that can be in pieces; none where the layout is not reviewed."""
+def groups_of(model: nn.Module, layout: TokenLayout, ahead: bool = False) -> list[GatherGroup]:
+    """The parameters of a transformer that can be in pieces; none where the layout is not reviewed.
+
+    ``ahead``: those of modules whose values are computed ahead stay whole, as no step gathers them.
+    """
     if layout.source != "reviewed":
         return []
-    return grouped(model, [region.blocks for region in layout.regions], kept_parameters(model, layout))
+    everywhere = kept_parameters(model, layout)
+    if ahead:
+        from .ahead import modules_ahead
+
+        paths = tuple(f"{path}." for path in modules_ahead(model))
+        every = model.named_parameters(remove_duplicate=False)
+        everywhere |= {id(parameter) for name, parameter in every if name.startswith(paths)}
+    return grouped(model, [region.blocks for region in layout.regions], everywhere)
 
 
 def parameters_in_pieces(model: nn.Module, layout: TokenLayout) -> int:
@@ -404,6 +415,9 @@ class ShardedWeights:
         return output
 
     def _enter(self, unit: Unit, *_: Any) -> None:
+        if partial_run() is not None:
+            # Only some ranks may be in one, and what is in pieces has no values there.
+            return
         unit.running += 1
         if unit.running > 1:
             return
@@ -512,6 +526,6 @@ class ShardedModels(Strategy):
 
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:
-            groups = partial(groups_of, model.model, model.layout)
+            groups = partial(groups_of, model.model, model.layout, self.context.config.precompute)
             sharded = ShardedWeights(model.model, groups, self.context.job.shard, model.chain)
             undo.callback(model.add(sharded).close)

@@ -22,24 +22,21 @@ from torch.utils.flop_counter import flop_registry
 
 from ...comm import PeerError
 from ...config import ParallelConfig
-from ...core.alive import PLAIN_TENSORS
+from ...core.alive import PLAIN_TENSORS, manual_collection
 from ...engine import Engine
 from ...errors import DitmeshError, LayoutError, first_line
 from ...layout import TokenLayout, known_models
 from ...layout.conventions import Conventions, Size, call_variants
-from ...memory.phantom import phantom_mesh
-from ...memory.sizes import Workload
-from ...memory.walk import (
+from ...layout.without_values import (
     FAILURES,
     VARIANTS,
-    WALKED_STEPS,
     WithoutValues,
     fake_weights,
-    kept_blocks,
-    manual_collection,
     model_on_meta,
-    run_steps,
 )
+from ...memory.phantom import phantom_mesh
+from ...memory.sizes import Workload
+from ...memory.walk import WALKED_STEPS, kept_blocks, run_steps
 from ...strategies.pipefusion.stages import kinds_of
 
 # They make memory, or look at it in another way: no kernel runs.
