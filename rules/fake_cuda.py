@@ -22,7 +22,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +40,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from support.syncs import COPIES, INDEXING, asked_by, waits
+from support.syncs import COPIES, INDEXING, Sync, asked_by, waits
 
 GUARD = """
 #include <ATen/CPUGeneratorImpl.h>
@@ -170,20 +169,6 @@ FREE = {
 }
 
 
-@dataclass(frozen=True)
-class Look:
-    """An operation for which the host would wait: it needs a value of the device, or moves tensors to or from it.
-
-    Attributes:
-        operation: such as ``equal``.
-        owner, place: as in `support.syncs.Sync`.
-    """
-
-    operation: str
-    owner: str
-    place: str
-
-
 class FakeDevice(TorchDispatchMode):
     """Inside of a `FakeTensorMode`: CPU tensors are real, CUDA tensors are fake, and have their values kept aside.
 
@@ -196,10 +181,14 @@ class FakeDevice(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.looks: list[Look] = []
+        self.looks: list[Sync] = []
         self.launches: Counter[str] = Counter()
         # By the address of a fake storage, which stays taken while its reference is here: the storage of its values.
         self._values: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
+
+    def look(self, operation: str) -> None:
+        """Note an operation for which the host would wait: it needs a value of the device, or moves one."""
+        self.looks.append(Sync(operation, *asked_by(__file__), 0))
 
     def values(self, tensor: Tensor) -> Tensor:
         """The values of a CUDA tensor: a CPU tensor of its shape and strides; views share its memory."""
@@ -238,9 +227,9 @@ class FakeDevice(TorchDispatchMode):
         found = self._with_values(func, args, kwargs)
         if name in INDEXING and any(isinstance(one, Tensor) and not one.is_cuda for one in args[1]):
             # torch takes indices on the host, and copies them.
-            self.looks.append(Look(f"{name} by a CPU tensor", *asked_by(__file__)[:2]))
+            self.look(f"{name} by a CPU tensor")
         elif waits(name, args, kwargs):
-            self.looks.append(Look(name, *asked_by(__file__)[:2]))
+            self.look(name)
             to_host = (target is not None and not makes) or (name == "copy_" and not args[0].is_cuda)
             if to_host or not isinstance(found, Tensor):
                 return args[0] if name == "copy_" else found
@@ -410,7 +399,7 @@ class _Handle:
 
     def wait(self, *limit: Any) -> bool:
         if limit:
-            self._device.looks.append(Look("wait with a deadline", *asked_by(__file__)[:2]))
+            self._device.look("wait with a deadline")
         return self._work.wait(*limit)
 
 

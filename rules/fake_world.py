@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -43,13 +44,6 @@ def _all_to_all(
 ) -> _Done:
     _filled(output, [given])
     return _Done()
-
-
-class _Move:
-    """A `P2POp`, of any operation."""
-
-    def __init__(self, op: Any, tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> None:
-        self.op, self.tensor, self.peer, self.group, self.tag = op, tensor, peer, group, tag
 
 
 def _batch(moves: list[Any]) -> list[_Done]:
@@ -87,7 +81,7 @@ def one_of(world: int, rank: int) -> Iterator[None]:
             for owner, name, stand_in in (
                 (dist, "isend", lambda *_, **__: _Done()),
                 (dist, "irecv", _received),
-                (dist, "P2POp", _Move),
+                (dist, "P2POp", lambda op, tensor, *_, **__: SimpleNamespace(op=op, tensor=tensor)),
                 (dist, "batch_isend_irecv", _batch),
                 (dist, "all_to_all_single", _all_to_all),
                 (dist, "broadcast", _broadcast),

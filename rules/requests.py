@@ -26,13 +26,13 @@ from ditmesh.train import reduce_gradients, run
 from ditmesh.train.gradients import reduce as averaging
 from ditmesh.train.trainer import Progress, Trainer
 from ditmesh.zoo import path as find
-from rules.fake_cuda import FakeDevice, Look, cuda, unavailable
+from rules.fake_cuda import FakeDevice, cuda, unavailable
 from rules.fake_world import one_of
 from support import gradients, more_pipelines, pipelines
 from support.families import family_by_hand
 from support.models import RAGGED, inputs, sizes, tiny
 from support.stale import moving
-from support.syncs import OURS
+from support.syncs import OURS, Sync
 from support.train import configured, settings
 
 STEPS = 5
@@ -44,15 +44,13 @@ class OnCuda:
 
     Attributes:
         error: largest difference from the same configuration on CPUs, over the largest magnitude.
-        steady: what the host would have waited for in the last step, by place, operation and owner.
-        after: the same, of ditmesh, after the last step: where latents are decoded.
-        refused: why ditmesh does not run this; then nothing else is said.
+        steady: what ditmesh would have waited for in the last step, by place and operation.
+        after: the same, after the last step: where latents are decoded.
     """
 
     error: float = 0.0
     steady: dict[str, int] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
-    refused: str = ""
 
 
 def both(
@@ -111,11 +109,8 @@ def request(family: str, config: dict[str, Any]) -> OnCuda:
     assert unavailable() is None
     config = {**config, "shared_memory": False}
     pipe, call, result = pipeline(family)
-    try:
-        with ditmesh.parallelized(pipe, config):
-            truth = torch.as_tensor(getattr(pipe(**call()), result))
-    except ditmesh.DitmeshError as error:
-        return OnCuda(refused=f"{type(error).__name__}: {error}")
+    with ditmesh.parallelized(pipe, config):
+        truth = torch.as_tensor(getattr(pipe(**call()), result))
     marks: list[int] = []
     with cuda() as device:
         for model in pipe.components.values():
@@ -138,13 +133,10 @@ def request(family: str, config: dict[str, Any]) -> OnCuda:
                 drawn = getattr(pipe(**arguments), result)
         value = device.values(drawn).clone() if isinstance(drawn, Tensor) else torch.as_tensor(drawn)
 
-    def places(looks: list[Any]) -> dict[str, int]:
-        return dict(Counter(f"{one.owner} {one.place} {one.operation}" for one in looks))
-
     return OnCuda(
         error=float((value.float() - truth.float()).abs().max() / truth.float().abs().max()),
-        steady=places(device.looks[marks[-2] : marks[-1]]),
-        after=places([one for one in device.looks[marks[-1] :] if one.owner == "ditmesh"]),
+        steady=ours(device.looks[marks[-2] : marks[-1]]),
+        after=ours(device.looks[marks[-1] :]),
     )
 
 
@@ -153,7 +145,7 @@ def _moved(value: Any, known: dict[int, Tensor]) -> Any:
     return tree_map_only(Tensor, lambda one: known.setdefault(id(one), one.detach().to("cuda")), value)
 
 
-def ours(looks: list[Look]) -> dict[str, int]:
+def ours(looks: list[Sync]) -> dict[str, int]:
     """What ditmesh waits for, by place and operation."""
     return dict(Counter(f"{one.place} {one.operation}" for one in looks if one.owner == "ditmesh"))
 
@@ -199,10 +191,8 @@ def summed_late(pause: float = 0.3) -> list[float]:
 def trained(name: str, config: dict[str, Any], again: bool) -> tuple[float, str, dict[str, int]]:
     """A training step on CPUs and on fake CUDA devices, whose backward runs in autograd's thread of the device.
 
-    The worst relative error of a gradient, whose it is, and what the host waits for in a second step.
-
-    Args:
-        again: with activation checkpointing.
+    The worst relative error of a gradient, whose it is, and what the host waits for in a second step; ``again``: with
+    activation checkpointing.
     """
 
     def steps(device: FakeDevice | None) -> dict[str, Any]:
@@ -228,18 +218,10 @@ def trained(name: str, config: dict[str, Any], again: bool) -> tuple[float, str,
     return (*gradients.error(values, truth), looks)
 
 
-def training_run(
-    folder: str, config: dict[str, Any], steps: int = 3
-) -> tuple[list[float], list[float], dict[str, int]]:
-    """Steps of a `Trainer` on CPUs and on fake CUDA devices.
+def training_run(folder: str, config: dict[str, Any]) -> tuple[list[float], list[float], dict[str, int]]:
+    """Two steps of a `Trainer` with a data set's folder, on CPUs and on fake CUDA devices.
 
-    Args:
-        folder: with the data set.
-        config: settings beside those of `support.train.settings`.
-        steps: how many.
-
-    Returns:
-        Both losses, and what the host waits for in the last step, by owner, file and operation.
+    Both losses, and what the host waits for in the last step, by owner, file and operation.
     """
     assert unavailable() is None
     losses, looks = [], Counter()
@@ -254,9 +236,7 @@ def training_run(
     for on_cuda in (False, True):
         out = Path(folder, f"out-{on_cuda}")
         # What DistributedDataParallel does in C++ knows no fake device.
-        plain = {} if config.get("reproducible") else {"sharding": "none"}
-        given = settings(Path(folder), out, max_train_steps=steps, **plain, **config)
-        made = configured(given)
+        made = configured(settings(Path(folder), out, max_train_steps=2, sharding="none", **config))
         pipe = DiffusionPipeline.from_pretrained(find(made.pretrained_model_name_or_path))
         with cuda() if on_cuda else nullcontext() as device, ExitStack() as stack:
             # To observe a pipeline is to look at values, which fake tensors do not have.

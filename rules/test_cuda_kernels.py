@@ -8,15 +8,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditmesh.attention.kernels import attend_backward, attend_with_lse, lse
-from rules.fake_cuda import cuda, has_kernels, unavailable
+from rules.fake_cuda import STAND_INS, cuda, has_kernels, unavailable
 
 needs_guard = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 AMPERE, TURING = (8, 0), (7, 5)
+BACKWARD = {
+    kernel: STAND_INS[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward")]
+    for kernel in ("flash", "efficient")
+}
 
 
 class Kernels(TorchDispatchMode):
@@ -72,28 +75,13 @@ def test_a_mask_costs_six_kernels_more(dtype):
     assert launched == [1, 7]
 
 
-def flash(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, found: Tensor, *_: Any, scale: float) -> Any:
-    """The kernel's backward by its definition."""
-    return lse.attend_backward_reference(grad, q, k, v, out, found, None, scale)
-
-
-def efficient(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, found: Tensor, *_: Any, scale: float
-) -> Any:
-    assert found.shape[2] % 32 == 0
-    # In half precision it takes the distance of two tokens for all heads' width (kernel_backward.h, o_strideM).
-    heads, width = out.shape[1], out.shape[3]
-    out = out.as_strided(out.shape, (out.stride(0), out.stride(1), heads * width, 1))
-    return *lse.attend_backward_reference(grad, q, k, v, out, found[..., : q.shape[2]], bias, scale), None
-
-
 @pytest.mark.parametrize("width", [64, 60])
-@pytest.mark.parametrize("kernel", [flash, efficient])
+@pytest.mark.parametrize("kernel", ["flash", "efficient"])
 def test_backward_by_blocks_of_keys_is_that_of_all_keys(kernel, width):
     """What is padded for a kernel is cut off again, and the blocks' gradients of q add up."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 37, width, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    mask = torch.rand(2, 1, 37, 37) > 0.3 if kernel is efficient else None
+    mask = torch.rand(2, 1, 37, 37) > 0.3 if kernel == "efficient" else None
     if mask is not None:
         mask[..., 0] = True
     truth = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -103,8 +91,8 @@ def test_backward_by_blocks_of_keys_is_that_of_all_keys(kernel, width):
     blocks = []
     with (
         torch.no_grad(),
-        mock.patch.object(lse, "_cuda_kernel", return_value=kernel.__name__),
-        mock.patch.object(lse, "fused", return_value=kernel),
+        mock.patch.object(lse, "_cuda_kernel", return_value=kernel),
+        mock.patch.object(lse, "fused", return_value=BACKWARD[kernel]),
     ):
         for part in (slice(0, 16), slice(16, 37)):
             bias = None if mask is None else lse.additive(mask[..., part], q.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -35,6 +36,9 @@ CASES = [
     *(("sd3", mode) for mode in MODES),
 ]
 TOLERANCE = 1e-5
+# A code of 4 bits turns with the last bit of what it stands for: on CPUs alone weights that differ by 1e-7 make images
+# that differ by 2.2e-4.
+OF_CODES = 5e-4
 WAITED = ["_local_scalar_dense", "index", "index by a CPU tensor", "equal", "_to_copy"]
 # Looks of the host after the last step, once a request: whether all ranks have the same latents; with stages, which
 # patches the result consists of.
@@ -46,19 +50,13 @@ AFTER_STAGES = {"parts/lazy.py": 1}
 def test_a_request(ranks, family, mode):
     config = MODES[mode]
     found = ranks(ParallelConfig(**config).world_size).run(request, family, config)
-    refusals = {one.refused for one in found}
-    assert len(refusals) == 1, refusals
-    if found[0].refused:
-        pytest.skip(found[0].refused)
     for one in found:
-        assert one.error <= TOLERANCE
-        steady = {place for place in one.steady if place.startswith("ditmesh ")}
+        assert one.error <= (OF_CODES if "compress" in config else TOLERANCE)
         # Whether the timestep is the one that the values were computed for.
-        assert all("precompute" in config and "core/values.py" in place for place in steady), steady
-        after: dict[str, int] = {}
+        assert all("precompute" in config and "core/values.py" in place for place in one.steady), one.steady
+        after = Counter[str]()
         for place, count in one.after.items():
-            file = place.partition(":")[0].removeprefix("ditmesh ")
-            after[file] = after.get(file, 0) + count
+            after[place.partition(":")[0]] += count
         most = AFTER | (AFTER_STAGES if mode == "pipe" else {})
         if "precompute" in config:
             # Weights come back from host memory.
@@ -69,7 +67,7 @@ def test_a_request(ranks, family, mode):
 def test_a_planted_wait_is_found(ranks):
     """Negative control: a host wait in every attention, as if it stood in ditmesh."""
     for steady in ranks(2).run(planted):
-        assert set(steady) == {"ditmesh made_up.py:1 _local_scalar_dense"}
+        assert set(steady) == {"made_up.py:1 _local_scalar_dense"}
 
 
 def test_the_device_refuses_what_a_gpu_would():

@@ -56,9 +56,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "ControlNet": CONTROLLED,
     "IP-Adapter": PROMPTED,
     "offloaded": {"offload": "model"},
-    "float16": {"dtype": "float16"},
     "Heun": {"scheduler": "FlowMatchHeunDiscreteScheduler"},
-    "DPM": {"scheduler": "DPMSolverMultistepScheduler"},
     "automatic": {"config": "auto"},
 }
 
@@ -86,7 +84,6 @@ def test_a_job_of_one_rank(folder, tmp_path, name):
 SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bands, encoders in pieces": (EDITED, {"ulysses": 2, "vae": "bands", "text_encoder": "sharded"}),
     "inpainting": (INPAINTED, {"ring": 2}),
-    "sharded encoders": ({}, {"ulysses": 2, "text_encoder": "sharded"}),
     "encoders that are freed": ({"prompts": ("a red fox", "a blue fish")}, {"ulysses": 2, "text_encoder": "freed"}),
     "sharded": (ADAPTED, {"ulysses": 2, "shard": 2}),
     "tensor": (ADAPTED, {"tensor": 2}),

@@ -84,7 +84,7 @@ READ = {"ditmesh train/trainer.py _local_scalar_dense", "ditmesh train/gradients
 def test_the_trainers_loop(fresh_ranks, tmp_path, config):
     """Losses are those of CPUs; copies to the device are not waited for, and no tensor is on the host."""
     folder_of(tmp_path, 8)
-    # AdamW's first steps go by signs, and at a usual rate what rounding has turned shows in the third loss.
+    # AdamW's first steps go by signs, and at a usual rate what rounding has turned shows in the next losses.
     config = {**config, "learning_rate": 1e-5}
     for truth, found, looks in fresh_ranks.run(training_run, str(tmp_path), config):
         assert found == pytest.approx(truth, rel=1e-4)
@@ -124,12 +124,7 @@ def test_checkpoints_of_tensors_of_a_device_and_of_the_host(tmp_path):
     "more",
     [
         {"ema_decay": 0.9999, "mixed_precision": "bf16", "gradient_checkpointing": True},
-        {
-            "lora": {"rank": 2},
-            "global_batch_size": 4,
-            "train_batch_size": 1,
-            "max_grad_norm": 0.05,
-        },
+        {"lora": {"rank": 2}, "global_batch_size": 4, "train_batch_size": 1, "max_grad_norm": 0.05},
     ],
     ids=["ema", "lora"],
 )

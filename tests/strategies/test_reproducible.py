@@ -58,7 +58,7 @@ def gathered(ranks, function, configs, *arguments) -> dict[str, Any]:
 def some(family: str) -> dict[int, list[dict[str, Any]]]:
     """One device, and a diagonal of the others: every family a few, every configuration with one family."""
     place, number, chosen = FAMILIES.index(family), 0, {}
-    for world in (1, 2, 3, 4, 8):
+    for world in (1, 2, 3, 4):
         configs = SEQUENCE.get(world, []) + ROWS.get(world, [])
         chosen[world] = [c for at, c in enumerate(configs, number) if world == 1 or at % len(FAMILIES) == place]
         number += len(configs)
@@ -91,8 +91,6 @@ def test_close_to_the_plain_pipeline(ranks, family):
 def test_odd_lengths_and_head_sizes(ranks, name, head_dim):
     """49 image and 13 text tokens, and B=2 with ragged masks; 3 heads where the size of heads is given."""
     configs = {1: [{}], 2: [{"ulysses": 2}, {"ring": 2, "speeds": (2, 1)}], 3: [{"ulysses": 3}], 4: [{"ring": 4}]}
-    if head_dim is None:
-        configs |= {8: [{"ulysses": 2, "ring": 4}]}
     found = gathered(ranks, forward_bits, configs, name, head_dim)
     assert len({str(value) for value in found.values()}) == 1, found
 

@@ -31,7 +31,7 @@ def data(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def alone(data, tmp_path_factory):
     """The curve of one rank with global batches of 4."""
-    given = settings(data, tmp_path_factory.mktemp("alone"), global_batch_size=4)
+    given = settings(data, tmp_path_factory.mktemp("alone"), resolution=32, global_batch_size=4)
     return losses_of(given)
 
 
@@ -49,7 +49,7 @@ def alone(data, tmp_path_factory):
     ids=str,
 )
 def test_ranks_learn_as_one_device(ranks, data, alone, tmp_path, more):
-    given = settings(data, tmp_path, global_batch_size=4, **more)
+    given = settings(data, tmp_path, resolution=32, global_batch_size=4, **more)
     for losses in ranks(ditmesh.ParallelConfig(**more["parallel"]).world_size).run(losses_of, given):
         assert losses.keys() == alone.keys()
         assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-3
@@ -59,7 +59,7 @@ def test_ranks_learn_as_one_device(ranks, data, alone, tmp_path, more):
 @pytest.mark.matrix
 def test_what_two_ranks_saved_one_goes_on_with(ranks, data, alone, tmp_path):
     """And four ranks with what one has saved."""
-    given = settings(data, tmp_path, global_batch_size=4)
+    given = settings(data, tmp_path, resolution=32, global_batch_size=4)
     ranks(2).run(losses_of, {**given, "parallel": {"ring": 2}, "sharding": "fsdp"}, 2)
     on = {**given, "resume_from_checkpoint": "latest"}
     found = losses_of(on, 3)
@@ -71,7 +71,9 @@ def test_what_two_ranks_saved_one_goes_on_with(ranks, data, alone, tmp_path):
 
 
 def test_a_run_that_stopped_goes_on_to_the_bit(data, tmp_path):
-    given = settings(data, tmp_path / "a", ema_decay=0.9999, random_flip=True, proportion_empty_prompts=0.3)
+    given = settings(
+        data, tmp_path / "a", resolution=32, ema_decay=0.9999, random_flip=True, proportion_empty_prompts=0.3
+    )
     given |= {"lr_scheduler": "cosine", "lr_warmup_steps": 2, "max_train_steps": 3}
     whole = losses_of(given)
     parted = {**given, "output_dir": str(tmp_path / "b")}
@@ -139,7 +141,7 @@ def lengths_of(given, steps=None):
 
 def test_prompts_of_several_lengths(ranks, data, tmp_path):
     """Each micro-batch has one, the same on all ranks of a sequence, and after a stop."""
-    given = settings(data, tmp_path / "a", max_sequence_length=[5, 9], max_train_steps=6)
+    given = settings(data, tmp_path / "a", resolution=32, max_sequence_length=[5, 9], max_train_steps=6)
     whole = lengths_of(given)
     assert set(whole) == {5, 9}
     parted = {**given, "output_dir": str(tmp_path / "b")}
@@ -149,7 +151,7 @@ def test_prompts_of_several_lengths(ranks, data, tmp_path):
 
 
 def test_the_newest_checkpoint_is_truncated(data, tmp_path, caplog):
-    given = settings(data, tmp_path, checkpointing_steps=2)
+    given = settings(data, tmp_path, resolution=32, checkpointing_steps=2)
     whole = losses_of(given)
     newest = next((tmp_path / "checkpoint-4").glob("*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-100])
@@ -173,7 +175,7 @@ def full_disk():
 
 
 def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, caplog):
-    given = settings(data, tmp_path, checkpointing_steps=2)
+    given = settings(data, tmp_path, resolution=32, checkpointing_steps=2)
     losses_of(given, 2)
     before = (tmp_path / "checkpoint-2" / "manifest.json").read_bytes()
     with full_disk():

@@ -83,7 +83,7 @@ def state_of(given, steps=None):
 def test_other_ranks_go_on(ranks, data, tmp_path, what):
     """Two sequence ranks, then one, then two data ranks: the curve, rate and average of one run of one rank."""
     given = settings(data, tmp_path / "parts", global_batch_size=2, train_batch_size=1, max_train_steps=3)
-    given |= {"seed": 1, "learning_rate": 1e-3, **SETTINGS[what]}
+    given |= {"resolution": 32, "seed": 1, "learning_rate": 1e-3, **SETTINGS[what]}
     curve, rate, average = state_of({**given, "output_dir": str(tmp_path / "whole")})
     on = {**given, "resume_from_checkpoint": "latest"}
     found = dict(ranks(2).run(state_of, {**given, "parallel": {"ulysses": 2}}, 1)[0][0])

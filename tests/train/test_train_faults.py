@@ -44,7 +44,7 @@ def _tidy(tmp_path):
 def short(data, out, **more):
     """Runs of three small steps, with a checkpoint after each."""
     given = settings(data, out, train_batch_size=1, global_batch_size=2, max_train_steps=3, checkpointing_steps=1)
-    return {**given, **more}
+    return {**given, "resolution": 32, **more}
 
 
 class Faulty:

@@ -150,6 +150,10 @@ class Demand:
                 return False
             if room == float("inf"):
                 return True
+            # What the first one needs is told; of others it is enough to know that weights alone are too many.
+            if passed and not config.precompute and self._least(config) > room:
+                passed[weights] = config, self._least(config)
+                return False
             try:
                 needed[config] = self.largest(config, usual)[0]
             except (ConfigError, LayoutError):
@@ -203,6 +207,11 @@ class Demand:
                     options = choice.config.options() + option
                     return WayOut(f"{options} fits, with {gigabytes(choice.needed)} GB on a rank", options)
         return WayOut(f"no exact configuration of up to {MORE_DEVICES[-1]} devices fits; use a smaller size or dtype")
+
+    def _least(self, config: ParallelConfig) -> float:
+        """Bytes that the transformers' weights take on a rank at least: where all of them are cut evenly."""
+        elements = sum(each.numel() for model, _ in self._models() for each in model.parameters())
+        return elements * self.dtype.itemsize / config.tensor / config.shard
 
     def _models(self) -> list[tuple[Any, TokenLayout]]:
         layouts = known_models()
