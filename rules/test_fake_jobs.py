@@ -94,8 +94,8 @@ SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "half precision": ({"dtype": "bfloat16"}, {"cfg": 2}),
     "reproducible": ({}, {"ring": 2, "reproducible": True}),
 }
-# Whether the ranks have the same latents; whether tiles are bit for bit the same; what an IP-Adapter's layout is.
-AFTER = {"strategies/same_latents.py _to_copy"}
+# Whether the ranks have the same latents; and that they connect, before the first step.
+WAITS = {"strategies/same_latents.py _to_copy", "comm/transports.py wait with a deadline"}
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -108,7 +108,8 @@ def test_a_job_of_two_ranks(ranks, folder, tmp_path, name):
         assert worst <= (4 if "dtype" in fields else 1)
         assert count in (0, found[0][1])
         if name == "bands, encoders in pieces":
-            assert set(looks) <= AFTER
+            assert set(looks) <= WAITS
+            assert looks["comm/transports.py wait with a deadline"] <= 2
 
 
 def job_on_ranks(folder: str, fields: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
