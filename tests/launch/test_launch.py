@@ -16,7 +16,6 @@ import pytest
 
 from ditmesh.errors import ConfigError, RankFailed
 from ditmesh.launch import RankPool, from_torchrun, init_from_environment, launcher, resolve_device
-from ditmesh.launch.file_store import WatchedFile
 from ditmesh.launch.processes import block_sigint
 from support import processes
 from support import rank_functions as on_rank
@@ -170,14 +169,6 @@ def test_functions_without_a_name_travel_by_value(ranks: Ranks) -> None:
     answers = ranks(2).run(identity_of([1, 2]))
     assert answers == [[1, 2]] * 2
     assert [answer(3) for answer in ranks(2).run(lambda: lambda x: x + 1)] == [4, 4]
-
-
-def test_ranks_find_one_another_by_a_file(tmp_path: Path) -> None:
-    one, other = (WatchedFile(str(tmp_path / "file"), 2, 0.1) for _ in range(2))
-    other.set("address", "here")
-    assert one.get("address") == b"here"
-    with pytest.raises(RuntimeError, match="no rank has written another in time"):
-        one.get("another")
 
 
 # ---- a failed call, and the next one

@@ -13,8 +13,6 @@ import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
 
 from .devices import DeviceKind, join_default_group, use_loopback
 from .failures import of_exception
@@ -22,9 +20,6 @@ from .heap import keep_free_memory
 from .log_filter import hide_chatter
 from .messages import RankChannel
 from .processes import end_fork_server
-
-# The store of each default group, of which torch holds the part in C++ alone.
-STORES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -153,12 +148,6 @@ def join_group(settings: RankSettings, meeting: str) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    from .file_store import WatchedFile
-
     # A file, not a port: nothing to collide with, and no other user of the machine can connect to it.
-    path, ranks = Path(settings.folder) / meeting, settings.world_size
-    # NCCL asks its store in threads of its own, which must not wait for the interpreter.
-    store = path.as_uri() if settings.device == "cuda" else WatchedFile(str(path), ranks, settings.timeout)
-    join_default_group(settings.device, settings.rank, ranks, settings.gpu, settings.timeout, store)
-    assert dist.group.WORLD is not None
-    STORES[dist.group.WORLD] = store
+    rendezvous = (Path(settings.folder) / meeting).as_uri()
+    join_default_group(settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous)
