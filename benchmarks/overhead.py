@@ -7,8 +7,8 @@
 An accelerator hides these microseconds while its queue is full, and waits for every one of them when it is not: small
 pictures, many ranks, fast kernels. Each version has a process of its own (with its ranks, one thread each), and the
 versions take turns contender by contender, so that a difference compares neighbours in time. In every turn the best
-of several forwards counts, over the turns the median. Operations, collectives and host synchronisations are counted
-in one more forward, not timed.
+of several forwards counts, over the turns the median. Operations, collectives, bytes of weights that they read and host
+synchronisations are counted in one more forward, not timed.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "ulysses=2, over gloo": (2, {"ulysses": 2, "shared_memory": False}),
     OWN_ULYSSES: (2, None),
     "reproducible, 1 rank": (1, {"reproducible": True}),
+    "precompute, 1 rank": (1, {"precompute": True}),
+    "ulysses=2 precompute": (2, {"ulysses": 2, "precompute": True}),
 }
 # Metadata only: no kernel is launched.
 FREE = ("empty", "new_empty", "detach", "lift_fresh", "_reshape_alias", "alias")
@@ -109,9 +111,36 @@ def prepared(name: str) -> Iterator[torch.nn.Module]:
         yield _own_ulysses()
     elif config is None:
         yield small_flux()
+    elif config.get("precompute"):
+        with (
+            ditmesh.parallelized(_pipeline(), config) as pipe,
+            ditmesh.engine_of(pipe).request("steps") as turn_to,
+        ):
+            turn_to(pipe)
+            # The first two calls are compared with the modules.
+            with torch.no_grad():
+                for _ in range(2):
+                    pipe.transformer(**small_inputs())
+            yield pipe.transformer
     else:
         with ditmesh.parallelized(small_flux(), config) as model:
             yield model
+
+
+@cache
+def _pipeline() -> Any:
+    """One that nobody asks for a picture, with the model as its transformer."""
+    import diffusers
+
+    class Steps(diffusers.DiffusionPipeline):
+        def __init__(self, transformer: torch.nn.Module) -> None:
+            super().__init__()
+            self.register_modules(transformer=transformer)
+
+        def __call__(self) -> None:
+            pass
+
+    return Steps(small_flux())
 
 
 @cache
@@ -180,6 +209,7 @@ class OperationCounter(TorchDispatchMode):
         else:
             kind = "views" if func.is_view or name.startswith(FREE) else "kernels"
         self.counts[kind] += 1
+        self.counts["weights"] += sum(one.nbytes for one in args if isinstance(one, torch.nn.Parameter))
         return func(*args, **(kwargs or {}))
 
 
@@ -304,12 +334,14 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
         "kernels": "{:.1f}".format,
         "views": "{:.1f}".format,
         "collectives": "{:.2f}".format,
+        "weights": "{:.0f}".format,
         "host synchronisations": "{:.0f}".format,
     }
     titles = {
         "over": "over diffusers",
         "processor over": "over diffusers",
         "ratio": "over the first",
+        "weights": "bytes of weights",
         "host synchronisations": "syncs a forward",
     }
     for column in columns:

@@ -19,10 +19,6 @@ def check_combinations(config: ParallelConfig) -> None:
     _check_speeds(config)
     _check_stages(config)
     _check_stale(config)
-    if config.precompute and config.compile is not None:
-        raise ConfigError(
-            f"precompute=True runs modules as they are, which {config.describe()} does not leave them; use one of them"
-        )
     if config.compile == "cudagraphs":
         raise ConfigError(
             "compile='cudagraphs' would record what ranks send once and never send it again; use compile='inductor'"

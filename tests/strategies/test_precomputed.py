@@ -15,26 +15,31 @@ import pytest
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_map
 
 import ditmesh
 from ditmesh import zoo
 from ditmesh.comm.mesh import Mesh
 from ditmesh.config import ParallelConfig
 from ditmesh.core.arguments import Arguments, parameter_names
-from ditmesh.core.clock import CallClock
+from ditmesh.core.clock import CallClock, timestep_among
 from ditmesh.core.partial_run import PartialRun, Unknown, partial_run, unknown_like
 from ditmesh.core.patching import CallChain
 from ditmesh.generate.loading import ahead_stays
+from ditmesh.parts.part import whole_of
 from ditmesh.strategies import ahead
 from ditmesh.strategies.ahead import modules_ahead, usually_ahead
 from ditmesh.strategies.precomputed import PrecomputedModel
 from ditmesh.strategies.sharded import ShardedWeights
 from ditmesh.strategies.tensor.parallel import TensorParallel
 from support.classes import CASES
+from support.exam import flow
 from support.faults import PROMPT, Injected, drawn_by, pipeline, put_back, tried
 from support.lora import adapter as adapter_weights
 from support.lora import load
-from support.models import MAKERS, RAGGED, inputs, tiny
+from support.models import MAKERS, RAGGED, inputs, run, tiny
+from support.parity import tensors
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
 from support.tensor import bits, same_bits
@@ -108,7 +113,8 @@ def test_what_is_written_into_has_no_values_any_more():
 def precomputed(model: nn.Module, slices: TensorParallel | None = None) -> PrecomputedModel:
     """A transformer's part of the strategy, without an engine."""
     clock = CallClock()
-    context = SimpleNamespace(clock=clock, mesh=SimpleNamespace(device=torch.device("cpu")), pipe=None)
+    mesh = SimpleNamespace(device=torch.device("cpu"))
+    context = SimpleNamespace(clock=clock, mesh=mesh, pipe=None, config=ParallelConfig())
     parallel = SimpleNamespace(model=model, layout=None, chain=CallChain(model), find=lambda _: slices)
     part = PrecomputedModel(parallel, context)  # type: ignore[arg-type]
     part.begin(True)
@@ -247,7 +253,10 @@ def in_pieces(config: dict[str, Any]) -> tuple[bool, float, bool]:
     with ditmesh.parallelized(pipe, {**config, "shard": 1}):
         truth = draw(pipe, arguments("sd3", [1, 2]))
     with usual_sizes("sd3"), ditmesh.parallelized(pipe, {**config, "precompute": True}):
-        (part,), (sharded,) = (ditmesh.engine_of(pipe).parts(kind) for kind in (PrecomputedModel, ShardedWeights))
+        (part,), (sharded,) = (
+            ditmesh.engine_of(pipe).parts(PrecomputedModel),
+            ditmesh.engine_of(pipe).parts(ShardedWeights),
+        )
         part.frees_weights, held = True, []
         # While the latents are cut up, no block is here.
         hook = model.pos_embed.register_forward_hook(
@@ -384,6 +393,75 @@ def test_weights_that_were_in_host_memory_come_one_module_at_a_time(monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(values, truth, strict=True))
     assert max(held) == max(sum(each.numel() for each in own) for own in weights)
     assert all(parameter.numel() for parameter in pipe.transformer.parameters())
+
+
+AXES: list[dict[str, Any]] = [
+    {"ulysses": 2},
+    {"ring": 2},
+    {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
+    {"cfg": 2},
+    {"data": 2},
+    {"tensor": 2},
+    {"pipe": 2, "patches": 3, "warmup": "fixed(1)"},
+    {"ulysses": 2, "shard": 2},
+]
+
+
+class Loop(DiffusionPipeline):
+    """A pipeline of one transformer, which is given another image in every step."""
+
+    def __init__(self, transformer: Any, scheduler: Any) -> None:
+        super().__init__()
+        self.register_modules(transformer=transformer, scheduler=scheduler)
+
+    def __call__(self, call: dict[str, Any]) -> list[torch.Tensor]:
+        image, time = parameter_names(type(self.transformer).forward)[0], timestep_among(call)
+        assert time is not None
+        self.scheduler.set_timesteps(3)
+        outputs = []
+        for step, moment in enumerate(self.scheduler.timesteps):
+            latents = tree_map(lambda leaf, at=step: leaf * (1 + at) if leaf.is_floating_point() else leaf, call[image])
+            given = {**call, image: latents, time: torch.full_like(call[time], moment)}
+            outputs += [part.clone() for part in tensors(whole_of(run(self.transformer, given)))]
+            self.scheduler.step(torch.zeros(1), moment, torch.zeros(1))
+        return outputs
+
+
+def on_every_axis(name: str, dtype: torch.dtype) -> dict[str, tuple[bool, int]]:
+    """By configuration that runs: whether it has the same bits with values ahead, and how many modules went ahead."""
+    model, made = copy.deepcopy(tiny(name)).to(dtype), inputs(name, RAGGED)
+    own = made.pop(timestep_among(made) or "")
+    call = {
+        **tree_map(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, made),
+        timestep_among(inputs(name, RAGGED)) or "": own,
+    }
+    results = {}
+    for config in AXES:
+        pipe: Any = Loop(model, flow())
+        try:
+            with ditmesh.parallelized(pipe, config):
+                truth = pipe(call)
+        except (ditmesh.ConfigError, ditmesh.InputError):
+            # What docs/support.md says.
+            continue
+        with usual_sizes(name), ditmesh.parallelized(pipe, {**config, "precompute": True}):
+            (part,) = ditmesh.engine_of(pipe).parts(PrecomputedModel)
+            part.frees_weights = True
+            values = pipe(call)
+            same = len(values) == len(truth) and all(map(torch.equal, values, truth))
+            results[str(config)] = same, len(part.modules) * bool(part.hits)
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "PixArt" else pytest.mark.matrix) for n in MAKERS])
+def test_every_reviewed_class_on_every_axis(ranks, name, dtype):
+    every = ranks(2).run(on_every_axis, name, dtype)
+    assert len(every[0]) > 3
+    assert every[0].keys() == every[1].keys()
+    for results in every:
+        assert all(same for same, _ in results.values()), results
+        assert results[str(AXES[0])][1] if str(AXES[0]) in results else True, results
 
 
 def broken_off(config: dict[str, Any], where: str) -> tuple[str, float, str, str]:
@@ -548,9 +626,40 @@ def test_a_wrong_value_is_seen_in_the_first_calls(monkeypatch, row):
         draw(pipe, arguments("sd3", [1]))
 
 
-def test_compiled_blocks_are_refused():
-    with pytest.raises(ditmesh.ConfigError, match=r"precompute=True.*use one of them"):
-        ParallelConfig(compile="eager", precompute=True)
+def compiled(config: dict[str, Any]) -> tuple[float, int, int, int]:
+    """The largest error of compiled blocks with values ahead, how many modules those have, and the graphs that torch
+    compiles with and without: of two requests, of which each has other steps.
+    """
+    drawn, graphs, modules = [], [], ()
+    for extra in ({}, {"precompute": True}):
+        pipe = PIPELINES["sd3"]()
+        torch._dynamo.reset()
+        counters.clear()
+        with usual_sizes("sd3"), ditmesh.parallelized(pipe, {**config, **extra}):
+            drawn.append(torch.stack([draw(pipe, arguments("sd3", [1, 2], steps=steps)) for steps in (5, 4)]))
+            for part in ditmesh.engine_of(pipe).parts(PrecomputedModel):
+                modules = part.modules
+        graphs.append(counters["stats"]["unique_graphs"])
+    inner = sum(path.startswith("transformer_blocks.") for path in modules)
+    return float((drawn[1] - drawn[0]).abs().max() / drawn[0].abs().max()), inner, *graphs
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"compile": "eager"},
+        {"compile": "eager", "ulysses": 2},
+        pytest.param({"compile": "eager", "ulysses": 2, "shard": 2}, marks=pytest.mark.matrix),
+        pytest.param({"compile": "inductor"}, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_compiled_blocks_read_values_as_constants(ranks, config):
+    world = ParallelConfig(**config).world_size
+    for error, inner, before, after in ranks(world).run(compiled, config) if world > 1 else [compiled(config)]:
+        assert error == 0 or (config["compile"] == "inductor" and error < 1e-5)
+        assert inner > 2
+        assert after == before > 0
 
 
 def test_a_bare_transformer_is_refused():

@@ -33,7 +33,7 @@ from ..layout.derive import without_hooks
 from ..layout.forms import form_of
 from ..layout.types import CallForm
 from .base import Context, ParallelModel, Request, Strategy
-from .pipefusion.stages import give_up, is_away, shape_of, take_back
+from .pipefusion.stages import blocks_of, give_up, is_away, shape_of, take_back
 from .tensor.parallel import TensorParallel
 
 # Calls of a request that may be other than foreseen; then the modules compute as ever until it ends.
@@ -100,6 +100,9 @@ class PrecomputedModel:
         # On a CPU, host memory is where they are.
         self.frees_weights = context.mesh.device.type != "cpu"
         self._timestep = timestep_of(model.model, model.layout)
+        blocks = blocks_of(model.model, model.layout) if context.config.compile is not None else []
+        # Where modules lie that run inside of a graph.
+        self._compiled = tuple(f"{path}." for path, _ in blocks)
         # Arguments that were others in later steps, how often, and those taken for the image's.
         self._changes: Counter[str] = Counter()
         self._image: set[str] = set()
@@ -158,7 +161,8 @@ class PrecomputedModel:
         self._leave()
         self._row, self._shapes, self._calls, self._compares = foreseen.row, batch.shapes, {}, batch.compares > 0
         try:
-            result = proceed(arguments)
+            with self._in_graphs():
+                result = proceed(arguments)
         finally:
             self._row = {}
         self._leave_out()
@@ -262,10 +266,16 @@ class PrecomputedModel:
         watch = _watched(self._model, run, slices, self._lending, given.args, given.kwargs)
         if run.later.obstacle:
             later = []
-        row = {path: calls for path, calls in watch.outputs(1 + len(later)).items() if path not in self._excluded}
+        row = {
+            path: calls
+            for path, calls in watch.outputs(1 + len(later)).items()
+            # In a graph a value is a constant.
+            if path not in self._excluded and (len(calls) == 1 or not path.startswith(self._compiled))
+        }
         rows = [row, *(run.later.values(row, step) for step in range(len(later)))]
         for path in row:
-            self._stand_in(path)
+            if not path.startswith(self._compiled):
+                self._stand_in(path)
         self.modules, self._states = tuple(row), {path: self._state(path) for path in row}
         times = [timestep, *({path: seen(value) for path, value in each.items()} for each in later)]
         form, branch = form_of(arguments), self._context.clock.call.branch
@@ -339,6 +349,27 @@ class PrecomputedModel:
 
         patch.replace(forward)
         self._stand_ins[path] = patch
+
+    @contextmanager
+    def _in_graphs(self) -> Iterator[None]:
+        """Values for compiled blocks: these run as they are while values are compared, and read constants afterwards.
+
+        torch guards what a forward reads: with `_stand_in` it would compile each block again in each step.
+        """
+        inner = [path for path in self._row if path.startswith(self._compiled)]
+        with ExitStack() as undo:
+            if inner and self._compares:
+                undo.enter_context(torch.compiler.set_stance("force_eager"))
+            for path in inner:
+                parent, _, name = path.rpartition(".")
+                modules = self._model.get_submodule(parent)._modules
+                if self._compares:
+                    self._stand_in(path)
+                    undo.callback(self._stand_ins.pop(path))
+                else:
+                    undo.callback(modules.__setitem__, name, modules[name])
+                    modules[name] = _Constant(self._row[path][0])
+            yield
 
     def _compare(self, path: str, result: Any, value: Any) -> None:
         pairs = [*zip(tree_leaves(result), tree_leaves(value), strict=True)]
@@ -430,6 +461,17 @@ class PrecomputedModel:
     def away(self) -> set[int]:
         """The parameters whose values are in host memory now, by id."""
         return {id(parameter) for parameter in self._away}
+
+
+class _Constant(nn.Module):
+    """Returns a value, whatever it is given."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.value
 
 
 def _plain(value: Any) -> Any:
