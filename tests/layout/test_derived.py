@@ -18,9 +18,10 @@ from torch import nn
 
 import ditmesh
 from ditmesh.core.arguments import Arguments
+from ditmesh.core.objects import holds_tensors, objects_in
 from ditmesh.layout import LOCAL, Count, Cut, Stream, joint
 from ditmesh.layout.derive import derive_layout
-from ditmesh.layout.forms import form_of, holds_tensors, news, objects_in
+from ditmesh.layout.forms import form_of, news
 from ditmesh.layout.probe import probe
 from ditmesh.layout.types import Fold
 from ditmesh.train import reduce_gradients

@@ -83,7 +83,7 @@ DERIVED = [
     ("SD3Transformer2DModel + IP-Adapter", "guidance", None),
     ("ZImageTransformer2DModel + ControlNet", "prompt", None),
     ("StableAudio3DiTModel", "guidance", None),
-    ("GlmImageTransformer2DModel", "edit", "kv_cache"),
+    ("RFD4ProteinaTransformer", "design", "transformer_layers.0"),
 ]
 
 

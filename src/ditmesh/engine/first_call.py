@@ -58,9 +58,16 @@ class FirstCall:
         self._undo = ExitStack()
         self._pipes: list[Any] = []
         self._inside = False
+        self._wait()
+
+    def _wait(self) -> None:
+        """Stand around the calls of the models, and of the pipelines that are attached."""
         for model in self.models:
             self._undo.callback(mark(model, self))
             self._undo.callback(CallChain(model).add(partial(self._around_call, model)))
+        pipes, self._pipes = self._pipes, []
+        for pipe in pipes:
+            self.attach(pipe)
 
     def __getattr__(self, name: str) -> Any:
         """Refuse attributes that only an engine has."""
@@ -91,12 +98,17 @@ class FirstCall:
         """Open the engine for these layouts."""
         self._undo.close()
         pairs = list(zip(self.models, layouts, strict=True))
-        check_recipe(self._recipe, self.config, pairs)
-        engine = Engine(pairs, self.config, self.mesh, self._owns_mesh, self._recipe)
-        target, *others = self._pipes or self.models[:1]
-        engine.open(target)
-        for pipe in others:
-            engine.attach(pipe)
+        try:
+            check_recipe(self._recipe, self.config, pairs)
+            engine = Engine(pairs, self.config, self.mesh, self._owns_mesh, self._recipe)
+            target, *others = self._pipes or self.models[:1]
+            engine.open(target)
+            for pipe in others:
+                engine.attach(pipe)
+        except BaseException:
+            # So that the next call fails, too: it would run on every rank as on one device.
+            self._wait()
+            raise
         return engine
 
     def _around_pipeline(self, pipe: Any, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:

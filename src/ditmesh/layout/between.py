@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..core.arguments import Arguments, fields_of, parameter_names, with_fields
+from ..core.objects import objects_in
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
 from ..parts.own_tokens import PerToken
 from .folds import Folding
-from .forms import objects_in
 from .record import changed_along, differs, off_by, tolerance, with_corrupted
 from .types import Cut, Region, Stream
 

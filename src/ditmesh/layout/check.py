@@ -124,6 +124,8 @@ class _RankCheck:
     def _mix(self, mixer: MixingModule, number: int, arguments: Arguments, _: Callable[..., Any]) -> Any:
         """A mixer gets this rank's tokens, and is to return this rank's."""
         site, facts = self.block.site, self.facts
+        if mixer.heads:
+            return self._by_heads(mixer, number, arguments)
         stream = next(stream for stream in facts.streams if stream.arg == mixer.arg)
         before, output = mixer.calls[number]
         leaf = facts.leaves.get(mixer.path, Leaf(mixer.path, "gathered", dim=mixer.dim, stream=stream.name))
@@ -140,6 +142,27 @@ class _RankCheck:
                 leaf = replace(leaf, args=(*leaf.args, (path, dims[0])))
         facts.leaves[mixer.path] = leaf
         return tree_map(lambda v: self._part(v, leaf.dim, stream.name) if isinstance(v, Tensor) else v, output)
+
+    def _by_heads(self, mixer: MixingModule, number: int, arguments: Arguments) -> Any:
+        """Attention by heads gets this rank's tokens of every stream, and is to return this rank's."""
+        leaf, (before, output) = self.facts.leaves[mixer.path], mixer.calls[number]
+        streams = dict(zip((path for path, _ in leaf.args), leaf.streams, strict=True))
+        for path, tensor in before.leaves():
+            given = arguments.get(path)
+            if name := streams.get(path):
+                self._compare(f"{path!r} of {mixer.path}", given, self._part(tensor, 1, name))
+            elif isinstance(tensor, Tensor) and (given.shape != tensor.shape or not torch.equal(given, tensor)):
+                raise underivable(f"{self.block.site}: {mixer.path} is given {path!r} of a rank's tokens alone")
+        left = [(before.get(path).shape[1], name) for path, name in streams.items()]
+
+        def part(value: Any) -> Any:
+            fits = [pair for pair in left if isinstance(value, Tensor) and pair[0] == value.shape[1]]
+            if isinstance(value, Tensor) and not fits:
+                raise underivable(f"{self.block.site}: {mixer.path} returns tokens of no stream that it is given")
+            left[:] = [pair for pair in left if pair not in fits[:1]]
+            return self._part(value, 1, fits[0][1]) if fits and fits[0][1] else value
+
+        return tree_map(part, output)
 
     def _check_mask(self, number: int, mask: Tensor, full_mask: Tensor, k: Tensor, call: CallStreams) -> None:
         """The mask that a rank hands to attention is the whole one, or its own part along the keys."""

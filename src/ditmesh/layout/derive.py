@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..core import intercept
 from ..core.arguments import Arguments, covers, parameter_names
 from ..core.clock import timestep_among
+from ..core.objects import kept_tensors
 from ..errors import LayoutError
 from .axes import folds_of
 from .between import BlockOutputForm, IdentityBlocks, examine, fresh, rereads
@@ -82,7 +83,7 @@ class _Observer:
             self._listener = Listener(computed)
             self.look_back()
             intercept.set_handler(self._listener)
-            self._traces = Traces(tensors.values())
+            self._traces = Traces((*tensors.values(), *(v for *_, v in kept_tensors(Arguments((), args, kwargs)))))
             self._traces.__enter__()
 
     def after(self, site: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -126,9 +127,12 @@ class _Observer:
             # Before other runs have something else kept in its place.
             asked = [[*vars(call).values()] for call in listener.asked]
             suspect = traces is not None and bool(traces.kept(tensor_leaves((output, asked))))
-            self._look(RecordedBlock(site, block, arguments.copy(), output, listener.asked, written), path, sources)
+            ran = RecordedBlock(site, block, arguments.copy(), output, listener.asked, written)
+            ran = self._look(ran, path, sources)
             if traces is not None and not hasattr(block, "_diffusers_hook"):
                 again = RecordedBlock(site, block, arguments, None, [], written)
+                # What attention by heads keeps is a rank's heads of all tokens.
+                again.mixers = [mixer for mixer in ran.mixers if mixer.heads]
                 self._left = LeftBehind(again, traces, output, self.seen[path][-1][1].streams, suspect)
         except LayoutError as error:
             self.failed[path] = error
@@ -162,15 +166,15 @@ class _Observer:
             )
             self.failed.setdefault(left.site.rsplit(".", 1)[0], error)
 
-    def _look(self, ran: RecordedBlock, path: str, sources: Mapping[str, str]) -> None:
+    def _look(self, ran: RecordedBlock, path: str, sources: Mapping[str, str]) -> RecordedBlock:
+        """Look at a block that ran, as it is or with its attention by heads; returns it with what was held fixed."""
         site, results = ran.site, ran.results
         before = self.seen[path][-1][1].streams if self.seen[path] else ()
         if path not in self.folds:
             self.folds[path] = folds_of(ran, before)
         if folds := self.folds[path]:
             ran = ran.fresh(folds)
-        key = (ran.form, before)
-        facts = self._facts(ran, key)
+        ran, facts = self._explained(ran, before)
         returned = [stream for stream in facts.streams if stream.returned]
         self.fed[site] = {stream.arg: sources[stream.arg] for stream in returned}
         outs = {stream.out or 0 for stream in returned}
@@ -179,7 +183,6 @@ class _Observer:
         self.lengths[site] = {stream.name: length_of(ran, stream) for stream in facts.streams}
         if facts.streams:
             self._note_written(ran, path, [stream.arg for stream in returned])
-            facts = self._known[key] = checked_facts(ran, facts)
             self._note_tokens(ran, path, facts.streams, sources)
         elif ran.note:
             self.notes.append(ran.note)
@@ -191,19 +194,44 @@ class _Observer:
         for value in results:
             if isinstance(value, Tensor):
                 self._made_by[id(value)] = (weakref.ref(value), _version(value), site)
+        return ran
+
+    def _explained(self, ran: RecordedBlock, before: tuple[Stream, ...]) -> tuple[RecordedBlock, Facts]:
+        """The facts about a block, and the block as they are of it; what else cannot be understood may run by heads."""
+        key = (ran.form, before)
+        try:
+            return ran, self._checked(ran, key)
+        except LayoutError:
+            if ran.folding is not None:
+                raise
+            again = ran.fresh()
+            with contextlib.suppress(Exception):
+                self._known[key] = checked_facts(again, block_facts(again, before, by_heads=True))
+            if key not in self._known or not any(mixer.heads for mixer in again.mixers):
+                raise
+            return again, self._known[key]
+
+    def _checked(self, ran: RecordedBlock, key: tuple[Any, tuple[Stream, ...]]) -> Facts:
+        facts = self._facts(ran, key)
+        if facts.streams:
+            facts = self._known[key] = checked_facts(ran, facts)
+        return facts
 
     def _facts(self, ran: RecordedBlock, key: tuple[Any, tuple[Stream, ...]]) -> Facts:
         """Of blocks of this form after a block with these streams; looked for once."""
         if key not in self._known:
-            self._known[key] = block_facts(ran, key[1])
-            return self._known[key]
+            return block_facts(ran, key[1])
         for mixer in self._known[key].mixers:
             ran.mix(*mixer)
         return self._known[key]
 
     def _note_written(self, ran: RecordedBlock, path: str, returned: Sequence[str]) -> None:
         """Note the tokens that a block writes to in place; refuse it if it writes to anything else."""
+        heads = any(mixer.heads for mixer in ran.mixers)
         for name in ran.written:
+            if heads and ran.leaves[name].dim() == 5:
+                # Keys and values that the program has made room for.
+                continue
             if name not in returned:
                 raise underivable(
                     f"{ran.site} writes to its argument {name!r}, which is none of the tokens that it returns, so that "

@@ -6,24 +6,16 @@ class of dtype, another flag) may take another way through the model: nothing th
 
 from __future__ import annotations
 
-import datetime
-import io
-import pickle
 import sys
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from decimal import Decimal
-from enum import Enum
-from fractions import Fraction
 from functools import cache, cached_property, lru_cache, partial
-from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import MISSING, Arguments, fields_of
+from ..core.arguments import MISSING, Arguments
 from ..errors import LayoutError
 from .types import GIVEN, ArgumentKind, CallForm, Region, TokenLayout
 
@@ -37,13 +29,6 @@ def underivable(sentence: str) -> LayoutError:
 
 # Arguments of a forward that decide how its result is wrapped, and nothing else.
 _OF_THE_RESULT = ("return_dict",)
-
-# Types that have a value and keep nothing else, though they may not show it.
-_PLAIN: tuple[type, ...] = (
-    *(str, bytes, bytearray, int, float, complex, range, slice, Decimal, Fraction, uuid.UUID, PurePath, Enum),
-    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
 
 # Entries of a layout that a call shows.
 _DERIVED = (
@@ -68,32 +53,37 @@ def _kind_of_tensor(dtype: torch.dtype, shape: torch.Size) -> ArgumentKind:
     return (dtype_class(dtype), len(shape), *(size == 1 for size in shape[1:]))
 
 
-def argument_kind(value: Any, within: tuple[int, ...] = ()) -> ArgumentKind:
+def argument_kind(value: Any, within: tuple[int, ...] = (), coarse: bool = False) -> ArgumentKind:
     """The kind of an argument: of a tensor its class of dtype and, per dimension but the first, whether it has size 1.
 
     The first is mostly the batch, which may have any size. Flags and texts are of the kind of their value, numbers of
     their type; items of a list are told apart by kind only, however many there are, but for integers: each may count
     tokens of its own. What is inside itself is there of the kind of how far out it is, by ``within``: ids of objects.
+    ``coarse``: a tensor may hold a rank's heads, of which another rank has more.
     """
     if isinstance(value, Tensor):
-        return _kind_of_tensor(value.dtype, value.shape)
+        return (dtype_class(value.dtype), value.dim()) if coarse else _kind_of_tensor(value.dtype, value.shape)
     if isinstance(value, (bool, str)):
         return value
     if id(value) in within:
         return ("itself", len(within) - within.index(id(value)))
     inside = (*within, id(value))
     if isinstance(value, dict):
-        items = ((str(key), argument_kind(item, inside)) for key, item in value.items() if item is not None)
+        items = (
+            (str(key), argument_kind(item, inside, coarse or (isinstance(item, Tensor) and item.dim() == 5)))
+            for key, item in value.items()
+            if item is not None
+        )
         return ("dict", tuple(sorted(items)))
     if isinstance(value, list):
         numbers = sum(type(item) is int for item in value)
-        kinds = tuple(sorted({argument_kind(item, inside) for item in value}, key=repr))
+        kinds = tuple(sorted({argument_kind(item, inside, coarse) for item in value}, key=repr))
         return ("list", kinds, numbers) if numbers else ("list", kinds)
     if isinstance(value, tuple):
-        return ("tuple", tuple(argument_kind(item, inside) for item in value))
+        return ("tuple", tuple(argument_kind(item, inside, coarse) for item in value))
     if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
         # A cache in another mode is another form.
-        return (type(value).__name__, argument_kind(vars(value), inside))
+        return (type(value).__name__, argument_kind(vars(value), inside, True))
     return type(value).__name__
 
 
@@ -101,45 +91,6 @@ def samples_of(arguments: Arguments) -> int:
     """Samples of a call: rows of the forward's first argument, or how many items it has."""
     main = arguments.get(arguments.names[0]) if arguments.names else next(iter(arguments.kwargs.values()), None)
     return len(main) if isinstance(main, list) or (isinstance(main, Tensor) and main.dim()) else 1
-
-
-def objects_in(value: Any, within: tuple[int, ...] = ()) -> list[Any]:
-    """The custom objects in an argument: what is no tensor, number, text, date, function or collection of them.
-
-    A dataclass is a collection of its fields, unless it keeps more. ``within`` as in `argument_kind`.
-    """
-    if id(value) in within:
-        return []
-    items: Iterable[Any] | None = value if isinstance(value, (list, tuple, set, frozenset)) else None
-    if (fields := fields_of(value)) is not None and set(getattr(value, "__dict__", ())) <= set(fields):
-        items = fields.values()
-    elif isinstance(value, dict):
-        items = value.values()
-    if items is not None:
-        return [found for item in items for found in objects_in(item, (*within, id(value)))]
-    return [] if value is None or isinstance(value, (Tensor, *_PLAIN)) or callable(value) else [value]
-
-
-class _TensorFinder(pickle.Pickler):
-    """Looks through all that pickle would keep of an object, and leaves at the first tensor."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            raise ValueError("a tensor")
-        # Functions and classes are no values of an object, and pickle knows few of them.
-        return (str, ()) if callable(value) and value is not str else NotImplemented
-
-
-def holds_tensors(value: Any) -> bool:
-    """True if an object has a tensor among its attributes, however deep; so is one taken to that does not show them."""
-    if isinstance(value, _PLAIN):
-        return False
-    try:
-        _TensorFinder(io.BytesIO()).dump(value)
-    except Exception:
-        # Also what cannot be pickled: a generator, a lock.
-        return True
-    return False
 
 
 def form_of(arguments: Arguments) -> CallForm:
@@ -287,7 +238,8 @@ class Forms:
         if self._fixed and (_essence(layout) != _essence(base) or layout.residuals):
             raise underivable(f"{what}; this call needs another, which {self._fixed} cannot take up any more")
         for region, old in zip(layout.regions, base.regions, strict=True):
-            if region.leaves != old.leaves:
+            # A module may run by heads in some calls only.
+            if {leaf for leaf in {*region.leaves} ^ {*old.leaves} if leaf.rule != "heads"}:
                 names = ", ".join(leaf.module for leaf in region.leaves) or "no module"
                 raise underivable(f"{what}; this call mixes tokens in {names} of {region.blocks}")
         return replace(base, **{name: getattr(layout, name) for name in _DERIVED})

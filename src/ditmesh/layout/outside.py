@@ -89,6 +89,8 @@ class LeftBehind:
         tokens = {stream.arg: torch.full_like(leaves[stream.arg], torch.nan) for stream in self._streams}
         with Traces(leaf for leaf in leaves.values() if isinstance(leaf, Tensor)) as traces:
             self._block.again(tokens, computed)
+        for mixer in self._block.mixers:
+            mixer.given = None
         # An object in a circle of references is on its way out.
         gc.collect()
         given = [*leaves.values(), *tokens.values()]

@@ -86,13 +86,27 @@ def computed(_: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
 class MixingModule:
     """A module inside a block, by its path, that mixes the tokens of a stream's argument without attention.
 
-    ``dim``: of the tokens in its input; ``calls``: its inputs and results, call by call.
+    ``dim``: of the tokens in its input; ``heads``: whether it is attention that runs by heads; ``calls``: its inputs
+    and results, call by call; ``given``: the inputs of its latest call.
     """
 
     path: str
     arg: str
     dim: int
+    heads: bool = False
     calls: list[tuple[Arguments, Any]] = field(default_factory=list)
+    given: Arguments | None = None
+
+    def reached(self, places: Tensor) -> list[tuple[str, int]]:
+        """Its inputs, each with a dimension, that differ from those of its first call at these places."""
+        before = dict(self.calls[0][0].leaves())
+        pairs = ((path, differs(v, before.get(path))) for path, v in (self.given.leaves() if self.given else ()))
+        return [
+            (path, dim)
+            for path, changed in pairs
+            for dim in range(0 if changed is None else changed.dim())
+            if torch.equal(changed_along(changed, dim), places)
+        ]
 
 
 # Stands in for a mixer's forward: its number of call, arguments and own forward. None: what it did before.
@@ -125,6 +139,8 @@ class RecordedBlock:
         self.results: list[Any] = [output] if self.single else list(output) if isinstance(output, (tuple, list)) else []
         self.leaves = dict(arguments.leaves())
         self.mixers: list[MixingModule] = []
+        # Paths of attention modules that are not listened to: if they mix tokens, they are to run by heads.
+        self.unheard: tuple[str, ...] = ()
         # The reason why it cannot be understood.
         self.note = ""
         self._random = torch.Generator().manual_seed(0)
@@ -180,6 +196,9 @@ class RecordedBlock:
             for mixer in self.mixers:
                 module = self.module.get_submodule(mixer.path)
                 undo.callback(Patch(module, "forward", _mixing(mixer, module, stand_in)).undo)
+            for path in {*self.unheard} - {mixer.path for mixer in self.mixers}:
+                module = self.module.get_submodule(path)
+                undo.callback(Patch(module, "forward", _unheard(module)).undo)
             output = self.module(*arguments.args, **arguments.kwargs)
         output = output if self.folding is None else self.folding.fold_output(output)
         return ([output] if isinstance(output, Tensor) else list(output)), listener.asked
@@ -210,9 +229,9 @@ class RecordedBlock:
             error_line(error)
             return None
 
-    def mix(self, path: str, arg: str, dim: int) -> None:
+    def mix(self, path: str, arg: str, dim: int, heads: bool = False) -> None:
         """Hold a module's results fixed from now on, as attention's answers are: it mixes tokens."""
-        mixer = MixingModule(path, arg, dim)
+        mixer = MixingModule(path, arg, dim, heads or path in self.unheard)
         self.mixers.append(mixer)
 
         def noted(module: MixingModule, number: int, arguments: Arguments, forward: Callable[..., Any]) -> Any:
@@ -225,7 +244,10 @@ class RecordedBlock:
             module.calls.append((given, _copied(output)))
             return output
 
-        _, self.asked = self.again({}, computed, noted)
+        results, self.asked = self.again({}, computed, noted)
+        if mixer.heads:
+            # By its own backend, of which the last bits may be others.
+            self.results = results
 
     def half(self, length: int) -> Tensor:
         """Some of ``length`` places, not all: whether each is among them."""
@@ -237,9 +259,19 @@ def _mixing(mixer: MixingModule, module: nn.Module, stand_in: StandIn | None) ->
     names, own, calls = parameter_names(type(module).forward), module.forward, count()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        number = next(calls)
-        result = None if stand_in is None else stand_in(mixer, number, Arguments(names, args, kwargs), own)
+        number, mixer.given = next(calls), Arguments(names, args, kwargs)
+        result = None if stand_in is None else stand_in(mixer, number, mixer.given, own)
         return _copied(mixer.calls[number][1]) if result is None else result
+
+    return forward
+
+
+def _unheard(module: nn.Module) -> Callable[..., Any]:
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with intercept.handled_by(None):
+            return own(*args, **kwargs)
 
     return forward
 

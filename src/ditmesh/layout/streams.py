@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..core.arguments import covers
+from ..core.objects import holds_tensors, kept_tensors, objects_in
+from ..core.values import is_plain
 from ..errors import LayoutError
-from .forms import holds_tensors, objects_in, underivable
-from .record import RecordedBlock, Touched, changed_along, differs, with_corrupted
+from .forms import underivable
+from .record import MixingModule, RecordedBlock, Touched, changed_along, computed, differs, with_corrupted
 from .types import Count, Cut, Leaf, Stream
 
 # The places of streams' tokens among an attention call's queries or keys; fewer where padding is left out.
@@ -40,7 +42,7 @@ class Facts:
     """The facts that blocks of one form have in common: streams and attention calls, the rest as in `Region`.
 
     Attributes:
-        mixers: modules that mix tokens without attention: path, the stream's argument, dimension of its tokens.
+        mixers: modules that mix tokens by themselves: path, the stream's argument, dimension of its tokens, by heads.
         leaves: the same as `Region` has them, once a block was run on some tokens.
     """
 
@@ -49,22 +51,25 @@ class Facts:
     cuts: dict[str, Cut] = field(default_factory=dict)
     whole: dict[str, None] = field(default_factory=dict)
     counts: dict[str, Count] = field(default_factory=dict)
-    mixers: tuple[tuple[str, str, int], ...] = ()
+    mixers: tuple[tuple[str, str, int, bool], ...] = ()
     leaves: dict[str, Leaf] = field(default_factory=dict)
 
 
-def block_facts(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
+def block_facts(block: RecordedBlock, before: tuple[Stream, ...], by_heads: bool = False) -> Facts:
     """The facts about a block's arguments; ``before``: streams of the block before, which the last need not return.
+
+    Args:
+        by_heads: whether all attention modules that mix tokens are to run by heads; else those that keep tensors.
 
     Raises:
         LayoutError: its tokens cannot be told apart; says what they were seen to do.
     """
-    given = block.arguments
-    for name, value in [*zip(given.names, given.args, strict=False), *given.kwargs.items()]:
-        if any(map(holds_tensors, objects_in(value))):
-            raise underivable(
-                f"{block.site} is given {name!r}, a {type(value).__name__}, which may keep tensors that no rank may cut"
-            )
+    if modules := attention_modules(block) if by_heads else _keeping(block):
+        block.unheard = modules
+        block.results, block.asked = block.again({}, computed)
+        _find_token_streams(block, before)
+        block.unheard = ()
+        block.results, block.asked = block.again({}, computed)
     streams = _find_token_streams(block, before)
     if not streams:
         return Facts((), [])
@@ -79,7 +84,8 @@ def block_facts(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
     whole = _text_kept_whole(calls, streams[0].name, lengths)
     whole |= _padded_streams(block, calls, streams[0].name, lengths)
     streams = tuple(replace(stream, replicate=stream.replicate or stream.name in whole) for stream in streams)
-    facts = Facts(streams, calls, mixers=tuple((mixer.path, mixer.arg, mixer.dim) for mixer in block.mixers))
+    facts = Facts(streams, calls, mixers=tuple((m.path, m.arg, m.dim, m.heads) for m in block.mixers))
+    facts.leaves = {mixer.path: _by_heads(block, mixer, streams) for mixer in block.mixers if mixer.heads}
     for path, value in block.leaves.items():
         if any(path == stream.arg for stream in streams):
             continue
@@ -90,6 +96,53 @@ def block_facts(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
         else:
             facts.whole[path] = None
     return facts
+
+
+def attention_modules(block: RecordedBlock) -> tuple[str, ...]:
+    """Paths of a block's modules that have a number of heads."""
+    named = block.module.named_modules()
+    return tuple(path for path, module in named if path and isinstance(getattr(module, "heads", None), int))
+
+
+def _keeping(block: RecordedBlock) -> tuple[str, ...]:
+    """Paths of the attention modules that are given what keeps tensors."""
+    given, words = block.arguments, dict[int, str]()
+    for name, value in [*zip(given.names, given.args, strict=False), *given.kwargs.items()]:
+        words |= {id(item): f"{name!r}, a {type(value).__name__}" for item in objects_in(value) if holds_tensors(item)}
+    words |= {id(tensor): "" for *_, tensor in kept_tensors(given)}
+    paths: dict[str, set[int]] = {}
+
+    def note(path: str, _: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
+        ids = {id(v) for v in (*objects_in([*args, *kwargs.values()]), *tree_leaves((args, kwargs)))}
+        paths.setdefault(path, set()).update(ids & words.keys())
+
+    with ExitStack() as undo:
+        for path in attention_modules(block) if words else ():
+            hook = block.module.get_submodule(path).register_forward_hook(partial(note, path), with_kwargs=True)
+            undo.callback(hook.remove)
+        if words:
+            block.touched({})
+    lost = [word for key, word in words.items() if word and not any(key in ids for ids in paths.values())]
+    if lost:
+        raise underivable(f"{block.site} is given {lost[0]}, which may keep tensors that no rank may cut")
+    return tuple(path for path, ids in paths.items() if ids)
+
+
+def _by_heads(block: RecordedBlock, mixer: MixingModule, streams: tuple[Stream, ...]) -> Leaf:
+    """An attention module that runs by heads: its arguments that hold the tokens of streams."""
+    args = dict[tuple[str, int], str]()
+    for stream in streams:
+        places = block.half(length_of(block, stream))
+        block.touched({stream.arg: with_corrupted(block.leaves[stream.arg], stream.dim, places)})
+        args |= dict.fromkeys(mixer.reached(places), stream.name)
+    # Tokens that come back and are too few to be a stream: every rank has them.
+    beside = {path: v for path, v in mixer.calls[0][0].leaves() if isinstance(v, Tensor) and (path, 1) not in args}
+    shapes = [v.shape for v in tree_leaves(mixer.calls[0][1]) if isinstance(v, Tensor)]
+    if len(shapes) > len(args):
+        args |= {(path, 1): "" for path, v in beside.items() if v.shape in shapes}
+    if {block.leaves[stream.arg].dim() for stream in streams} | {dim + 2 for _, dim in args} != {3}:
+        raise underivable(f"{block.site}: {mixer.path} is given tokens otherwise than as (samples, tokens, channels)")
+    return Leaf(mixer.path, "heads", args=tuple(args), streams=tuple(args.values()))
 
 
 def _check_explained(block: RecordedBlock, number: int, call: CallStreams) -> None:
@@ -203,7 +256,8 @@ def _token_dim(block: RecordedBlock, path: str, value: Tensor, position: int) ->
                     break
                 block.mix(place[0], path, place[1])
                 continue
-            if any(mixer.arg == path for mixer in block.mixers) or touched.some_queries:
+            reached = any(mixer.arg == path or (mixer.heads and mixer.reached(places)) for mixer in block.mixers)
+            if reached or touched.some_queries:
                 return dim
             break
     return None
@@ -244,7 +298,9 @@ def _inside(block: RecordedBlock, edits: Mapping[str, Any]) -> list[tuple[str, l
 
     def note(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         # As they are now: a block may write to them behind this module.
-        given, made = ([v.clone() for v in tree_leaves(o) if isinstance(v, Tensor)] for o in ((args, kwargs), output))
+        # Not inside of a module that runs by heads already.
+        leaves = (tree_leaves(one) for one in ((args, kwargs), output))
+        given, made = ([v.clone() for v in one if is_plain(v)] for one in leaves)
         calls.append((name, given, made))
 
     with ExitStack() as undo:
@@ -445,5 +501,7 @@ def _counts(block: RecordedBlock, facts: Facts, path: str, value: int) -> dict[s
             first = changed_by(2).get(name) == [value - 2, value - 1]
         if len(changes) == 1 and (first or last):
             return {path: Count(path, name, "first" if first else "last")}
-    whole = [name for name, size in sizes.items() if size == value]
+    # What a module that runs by heads is told of tokens is of all of them.
+    by_heads = any(mixer.heads for mixer in block.mixers)
+    whole = [name for name, size in sizes.items() if size == value and not by_heads]
     return {path: Count(path, whole[0], "all")} if len(whole) == 1 and not changes else {}

@@ -121,10 +121,11 @@ class Leaf:
     Attributes:
         module: its path in the block, ``"ff.conv_depth"``.
         rule: of `ditmesh.strategies.token_mixers`: ``"conv_rows"`` (convolution over a grid that is cut between rows),
-            ``"linear_attention"`` (through a state summed over all tokens), ``"gathered"`` (on all tokens).
+            ``"linear_attention"`` (through a state summed over all tokens), ``"gathered"`` (on all tokens),
+            ``"heads"`` (attention on all tokens with some heads: it keeps keys and values, or masks them its own way).
         processor: class of the attention processor that the rule stands in for; a module with another one is refused.
-        args, dim: of the rule ``"gathered"``: arguments with tokens, each with its dimension; that of the result.
-        stream: the stream that the tokens belong to.
+        args, dim: of ``"gathered"`` and ``"heads"``: arguments with tokens, each with its dimension; the result's.
+        stream: the stream that the tokens belong to; ``streams``: of ``"heads"``, that of each of ``args``.
     """
 
     module: str
@@ -133,6 +134,7 @@ class Leaf:
     args: tuple[tuple[str, int], ...] = ()
     dim: int = 1
     stream: str = "image"
+    streams: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

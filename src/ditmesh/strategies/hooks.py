@@ -124,6 +124,8 @@ class ModelHooks:
         self.recorded = False
         # The folds of a list's arguments in the call in progress.
         self._foldings: dict[str, Folding] = {}
+        # Blocks and paths of the modules in them that `_adapt` has changed.
+        self._adapted: set[tuple[str, str]] = set()
         self._undo = ExitStack()
         intercept.install()
         # Also for a model that was dropped without `close`.
@@ -147,7 +149,17 @@ class ModelHooks:
 
     def _hook(self, block: nn.Module, site: BlockSite) -> None:
         self._undo.callback(self.handler.wrap(site, block))
+        self._adapt(block, site)
+        run = _BlockRun(self, site, parameter_names(type(block).forward))
+        # Around other wrappers of the block's forward: a cache must see split tokens.
+        self._undo.callback(block.register_forward_pre_hook(run.before, with_kwargs=True).remove)
+        self._undo.callback(block.register_forward_hook(run.after, always_call=True).remove)
+
+    def _adapt(self, block: nn.Module, site: BlockSite) -> None:
+        """Let the modules that mix tokens see those of other ranks; each is changed once for all layouts."""
         for leaf in site.region.leaves:
+            if (site.path, leaf.module) in self._adapted:
+                continue
             try:
                 module = block.get_submodule(leaf.module)
             except AttributeError:
@@ -155,10 +167,7 @@ class ModelHooks:
                     f"{site.path} has no module {leaf.module!r}; its layout is of another version"
                 ) from None
             self._undo.callback(self.handler.adapt(site, leaf, module))
-        run = _BlockRun(self, site, parameter_names(type(block).forward))
-        # Around other wrappers of the block's forward: a cache must see split tokens.
-        self._undo.callback(block.register_forward_pre_hook(run.before, with_kwargs=True).remove)
-        self._undo.callback(block.register_forward_hook(run.after, always_call=True).remove)
+            self._adapted.add((site.path, leaf.module))
 
     def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         """One call of the transformer: the handler begins and ends it, and its tokens are whole afterwards."""
@@ -208,6 +217,8 @@ class ModelHooks:
         self._own_code.warn(self.tokens_whole)
         self.layout = self._forms.layout_of(arguments)
         self.sites = self._sites_of(self.layout)
+        for path, site in self.sites.items():
+            self._adapt(self.model.get_submodule(path), site)
         # On all ranks alike: which blocks run does not depend on the tokens that a rank has.
         try:
             return proceed(arguments.copy())
@@ -221,6 +232,7 @@ class ModelHooks:
 
     def _derived(self, call: dict[str, Any]) -> TokenLayout:
         call = given(type(self.model).forward, call)
+        self.handler.begin_call()
         try:
             if self.tokens_whole:
                 return derive_rows(self.model, self.layout, call)

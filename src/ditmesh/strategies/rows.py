@@ -26,13 +26,14 @@ from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT
 from ..core.arguments import MISSING, Arguments, covers
 from ..core.clock import CallClock, TransformerCall, timestep_of
+from ..core.objects import holds_tensors
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
 from ..core.request import RequestValue
 from ..core.values import SeenValue, is_plain, seen, tracked
 from ..errors import ConfigError, InputError, LayoutError
 from ..layout import TokenLayout
-from ..layout.forms import argument_kind, holds_tensors
+from ..layout.forms import argument_kind
 from ..parts.banded import Banded
 from ..parts.lazy import LazyPatches, Owners
 from .base import Context, ParallelModel, Request, Strategy

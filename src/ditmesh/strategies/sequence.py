@@ -34,6 +34,7 @@ from . import token_mixers as leaves
 from .balance import Balance
 from .base import ParallelModel
 from .coverage import Coverage
+from .head_cuts import ByHeads
 from .heads import check_heads, heads_of
 from .hooks import BlockSite, BlockSkipped
 from .token_cuts import TokenCut, only, tokens_of_part
@@ -313,6 +314,13 @@ class SequenceParallel:
 
     def adapt(self, site: BlockSite, leaf: Leaf, module: nn.Module) -> Callable[[], None]:
         """Make a module that mixes tokens without attention see those of other ranks; returns the undo."""
+        if leaf.rule == "heads" and (self.config.reproducible or (self.travels and self.mesh.ring.size > 1)):
+            ring = f"ring={self.mesh.ring.size}", "set exchange='gather', or use ulysses"
+            setting, way_out = ("reproducible=True", "leave it out") if self.config.reproducible else ring
+            raise ConfigError(
+                f"{setting} cannot run {site.path}.{leaf.module} of {site.model}, which keeps keys and values, or "
+                f"attends to parts of its tokens; {way_out}"
+            )
         if self.link.size == 1:
             return lambda: None
 
@@ -321,6 +329,13 @@ class SequenceParallel:
 
         if leaf.rule == "gathered":
             return leaves.gathered(module, self.link, leaf, tokens)
+        if leaf.rule == "heads":
+
+            def current() -> Leaf | None:
+                leaves = () if self._call.site is None else self._call.site.region.leaves
+                return next((one for one in leaves if (one.module, one.rule) == (leaf.module, "heads")), None)
+
+            return ByHeads(module, self.mesh.sequence, current, lambda: self._call.tokens).undo
         undo = leaves.MIXER_RULES[leaf.rule](
             module, self.mesh.sequence, f"{site.path}: {type(module).__name__}", leaf.processor
         )

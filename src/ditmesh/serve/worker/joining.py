@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...core.arguments import Arguments, covers, parameter_names
 from ...core.clock import timestep_of
+from ...core.objects import holds_tensors
 from ...core.values import Values, seen
 from ...engine import Engine
 from ...errors import LayoutError, shortened
 from ...layout import TokenLayout
-from ...layout.forms import form_of, holds_tensors
+from ...layout.forms import form_of
 from ...layout.record import off_by, tolerance
 from ...layout.types import CallForm
 from ...strategies.base import ParallelModel
