@@ -45,7 +45,7 @@ WITHIN = {
 # Words that say nothing as the name of a value that lives longer than three lines: the name is its noun.
 NOT_NOUNS = {"one", "found", "own", "known", "whole", "said", "there", "made", "kept", "here"}
 # What a folder says about a model, read by the engine too.
-IN_THE_ENGINE = {"ditmesh.generate.model_info"}
+IN_THE_ENGINE = {"ditmesh.generate.model_info", "ditmesh.generate.modular"}
 
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.Assert, ast.match_case)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

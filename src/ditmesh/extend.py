@@ -38,7 +38,7 @@ _MODULES = {
     "allow_handed": "attention.handed",
     "as_seen": "media.images",
     "block_lists": "layout.derive",
-    "call_parameters": "generate.arguments",
+    "call_parameters": "generate.modular",
     "check_call": "generate.arguments",
     "check_content": "generate.job",
     "embedded_or": "cli.values",

@@ -7,8 +7,10 @@ A few of them run always, all of them under the `matrix` marker; what comes of t
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import diffusers
@@ -19,25 +21,35 @@ from diffusers.hooks import LayerSkipConfig
 from torch import Tensor
 
 import ditmesh
+from ditmesh.engine import DENOISERS
 from support import exam
 from support.exam import EXAMS
 from support.models import fresh, relative_error
 from support.more_pipelines import FAMILIES, arguments, draw
-from support.outcome_pages import Rows, page
+from support.outcome_pages import DOCS, Rows, page
 from support.parity import agreed, largest_error, outcome, tensors
 
 TOLERANCE = 1e-4  # relative, float32
 CONFIGS = {"ulysses=2": {"ulysses": 2}, "ring=2": {"ring": 2}, "cfg=2": {"cfg": 2}, "data=2": {"data": 2}}
 
-# Pipelines without an exam, and why.
+# Pipelines with a transformer and without an exam, and why.
 LEFT_OUT = {
     "AmusedImg2ImgPipeline": "as AmusedPipeline; not tried",
     "AmusedInpaintPipeline": "as AmusedPipeline; not tried",
     "EasyAnimateControlPipeline": "it passes its own encode_prompt an argument that it does not take",
     "JoyImageEditPlusPipeline": "wants the processor of a Qwen-VL model",
+    "KandinskyPriorPipeline": "as KandinskyV22PriorPipeline; not tried",
+    "KandinskyV22PriorEmb2EmbPipeline": "as KandinskyV22PriorPipeline; not tried",
     "RFD4ProteinaPipeline": "makes proteins",
+    "SanaWMLTX2Refiner": "wants a Gemma 3 model; not tried",
+    "ShapEImg2ImgPipeline": "makes meshes; not tried",
+    "ShapEPipeline": "makes meshes; not tried",
     "StableAudio3AudioToAudioPipeline": "not tried",
+    "StableCascadePriorPipeline": "its prior is a U-Net",
+    "StableUnCLIPPipeline": "diffusers has given it up; not tried",
+    "UnCLIPPipeline": "diffusers has given it up; not tried",
     "VQDiffusionPipeline": "its transformer predicts classes of tokens; not tried",
+    "WuerstchenPriorPipeline": "its prior is no transformer",
 }
 
 # Some that run always.
@@ -48,6 +60,7 @@ ALWAYS = [
     "QwenImage21Pipeline",  # objects that keep keys
     "SkyReelsV2DiffusionForcingPipeline frames a second",
     "Cosmos3OmniPipeline",  # causal attention; the prompt comes first
+    "MiniMaxH3ModularPipeline references",  # text, pictures, sound and video in one sequence; a transformer of its own
 ]
 
 
@@ -90,26 +103,67 @@ def test_right_or_refused(ranks, name):
 
 INTRODUCTION = f"""# Pipelines
 
-This page lists the diffusers pipelines that were tested with ditmesh. Use any of them with `ditmesh.load` or on the
-command line:
+This page lists all pipelines of diffusers {diffusers.__version__}, modular ones too. Use any of the table with
+`ditmesh.load` or on the command line:
 
 ```text
 ditmesh generate "a red fox" --model MODEL --devices 2 --ulysses 2
 ```
 
-Each pipeline of diffusers {diffusers.__version__} was built from tiny random float32 components, called twice,
-on two gloo ranks, and compared with the unmodified pipeline. The figure is the largest relative error of the output;
-0 means bit-identical. *refused* means that the call raises an error; its message is below the table. A cell is empty if
-the pipeline has no guidance branches, or takes only one prompt.
+Each pipeline of the table was built from tiny random float32 components (of a modular pipeline, the blocks that
+denoise), called twice, on two gloo ranks, and compared with the unmodified pipeline. The figure is the largest
+relative error of the output; 0 means bit-identical. *refused* means that the call raises an error; its message is
+below the table. A cell is empty if the pipeline has no guidance branches, or takes only one prompt.
 `pytest tests/generate/test_pipelines.py -m matrix --write-support` generates this page.
 
 """
 
 
+def wheel() -> Iterator[tuple[str, Any]]:
+    """Every pipeline class of diffusers, also those that want a package that is not here."""
+    for name in dir(diffusers):
+        kind = getattr(diffusers, name)
+        whole = isinstance(kind, type) and issubclass(kind, (diffusers.DiffusionPipeline, diffusers.ModularPipeline))
+        if (whole or name.endswith("Pipeline")) and name not in ("DiffusionPipeline", "ModularPipeline"):
+            yield name, kind
+
+
+def components_of(kind: Any) -> list[str]:
+    """Names of the components that a pipeline may have."""
+    if issubclass(kind, diffusers.ModularPipeline):
+        return [one.name for one in getattr(diffusers, kind.default_blocks_name)().expected_components]
+    return list(inspect.signature(kind.__init__).parameters)
+
+
+def untested() -> tuple[dict[str, str], list[str]]:
+    """The pipelines without an exam: those that may be built, and why they are not; and those that are refused."""
+    tested, reasons, refused = {name.split()[0] for name in EXAMS}, dict(LEFT_OUT), []
+    for name, kind in wheel():
+        if name in tested or name in reasons:
+            continue
+        if packages := getattr(kind, "_backends", None):
+            reasons[name] = f"wants {' and '.join(one for one in packages if find_spec(one) is None)}"
+        elif set(DENOISERS) & set(components_of(kind)):
+            reasons[name] = "?"
+        else:
+            refused.append(name)
+    return reasons, refused
+
+
 def summary(rows: Rows) -> str:
     classes = {name.split()[0] for (name,) in rows}
     right = {name.split()[0] for (name,), row in rows.items() if all("error" in one for one in row.values())}
-    return f"{len(right)} of {len(classes)} pipelines are right in every column that they have."
+    reasons, refused = untested()
+    return f"""{len(right)} of {len(classes)} pipelines are right in every column that they have.
+
+## Pipelines that were not built
+
+{chr(10).join(f"* {name}: {why}" for name, why in sorted(reasons.items()))}
+
+## Pipelines without a Diffusion Transformer
+
+{len(refused)} pipelines of diffusers have none of the components {", ".join(f"`{one}`" for one in DENOISERS)};
+most have a U-Net. `parallelize` raises an error for them: {", ".join(sorted(refused))}."""
 
 
 @pytest.fixture(scope="module")
@@ -126,20 +180,25 @@ def test_every_pipeline(ranks, name, rows):
     rows[name,] = check(ranks(2).run(outcomes, name), name)
 
 
-def test_no_pipeline_is_left_out():
-    """All pipelines of diffusers with a transformer have an exam, or a reason why not."""
-    found = set()
-    for name in dir(diffusers):
-        if not name.endswith("Pipeline"):
-            continue
-        try:
-            parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
-        except (ImportError, AttributeError, RuntimeError, ValueError):
-            # Of a package that is not installed, or that diffusers has given up.
-            continue
-        if any("transformer" in parameter for parameter in parameters):
-            found.add(name)
-    assert found - {name.split()[0] for name in EXAMS} == set(LEFT_OUT)
+def test_no_pipeline_of_the_wheel_is_missing():
+    """Each pipeline class of diffusers stands on the page: tested, refused, or with the reason why it was not built."""
+    words = set(re.findall(r"\w+", (DOCS / "pipelines.md").read_text(encoding="utf-8")))
+    reasons, refused = untested()
+    assert "?" not in reasons.values(), [name for name, why in reasons.items() if why == "?"]
+    known, every = {name.split()[0] for name in EXAMS} | set(reasons) | set(refused), {name for name, _ in wheel()}
+    assert every <= known
+    assert known <= words, sorted(known - words)
+    # Of another release of diffusers.
+    assert set(LEFT_OUT) <= every
+
+
+@pytest.mark.parametrize("name", ["StableDiffusionXLModularPipeline", "DreamLitePipeline"])
+def test_pipelines_without_a_transformer(name):
+    assert name in untested()[1]
+    kind = getattr(diffusers, name)
+    pipe = kind() if issubclass(kind, diffusers.ModularPipeline) else exam.build(kind)
+    with pytest.raises(ditmesh.InputError, match=f"{name} has no transformer"):
+        ditmesh.parallelize(pipe, {})
 
 
 # --- guidance that diffusers' guiders compute ----------------------------------------------------------------------
@@ -213,3 +272,41 @@ def decoded(name: str) -> float:
 def test_videos_decoded_over_two_ranks(ranks, name):
     for error in ranks(2).run(decoded, name):
         assert error < TOLERANCE
+
+
+# --- MiniMax-H3 -------------------------------------------------------------------------------------------------------
+
+
+H3_EXACT = {
+    "tensor": {"tensor": 2},
+    "gather": {"ring": 2, "exchange": "gather"},
+    "pipe": {"pipe": 2},
+    "precompute": {"ulysses": 2, "precompute": True},
+    "reproducible": {"ulysses": 2, "reproducible": True},
+}
+H3_STALE = {"displaced": {"ring": 2, "exchange": "displaced"}, "patches": {"pipe": 2, "patches": 3}}
+
+
+def h3_axes() -> dict[str, float]:
+    """Errors of a video with sound, by axis; the steps behind a first one are stale where the axis allows that."""
+    case = EXAMS["MiniMaxH3ModularPipeline keyframes"]
+    pipe = case.make()
+
+    def call(steps: int) -> list[Tensor]:
+        return tensors(exam.draw(pipe, {**case.call([1]), "num_inference_steps": steps}))
+
+    truths, found = {steps: call(steps) for steps in (2, 4)}, {}
+    for key, config in {**H3_EXACT, **H3_STALE}.items():
+        steps = 4 if key in H3_STALE else 2
+        with ditmesh.parallelized(pipe, {**config, "warmup": "fixed(1)"} if key in H3_STALE else config):
+            found[key] = largest_error(call(steps), truths[steps])
+            assert key != "tensor" or pipe.transformer.transformer_blocks[0].adaln_proj.linear.weight.shape[0] == 432
+    return found
+
+
+def test_minimax_h3_on_every_axis(ranks):
+    """Its packed sequence is right where nothing is stale, and close where something is."""
+    for found in ranks(2).run(h3_axes):
+        assert found["reproducible"] == 0
+        assert all(found[key] < 1e-6 for key in H3_EXACT), found
+        assert all(1e-6 < found[key] < 1e-2 for key in H3_STALE), found

@@ -161,6 +161,21 @@ def test_whatever_changes_an_adapter_or_a_hook_is_part_of_what_calls_are_compare
     assert all(one != other for one, other in combinations(states, 2))
 
 
+class KeysToBe:
+    """A cache of keys that is empty until a call fills it."""
+
+    keys = None
+
+
+def test_a_call_that_may_fill_an_empty_cache_is_not_made_in_the_place_of_another_branch():
+    """A rank that ran another branch instead would be without these keys."""
+    with ditmesh.parallelized(tiny("SD3"), {"reproducible": True}):
+        (rows,) = ditmesh.engine_of(tiny("SD3")).parts(BatchParallel)
+        for value, stateful in ((KeysToBe(), True), ([KeysToBe()], True), (2.0, False), ("text", False)):
+            arguments = Arguments(("hidden_states",), (), {"hidden_states": torch.zeros(1), "kv_cache": value})
+            assert rows._state(arguments)[1] == stateful, value
+
+
 def test_a_branch_that_was_run_ahead_counts_if_all_its_arguments_are_as_predicted():
     model, one, other = tiny("SD3"), torch.randn(2, 3), torch.randn(2, 3)
     with ditmesh.parallelized(model, {"reproducible": True}):

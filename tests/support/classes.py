@@ -289,11 +289,11 @@ def refiner(mode: str) -> dict[str, Any]:
     )
 
 
-def animate_2() -> nn.Module:
+def animate_2(frames: int = FRAMES, area: int = ROWS * COLS) -> nn.Module:
     model = fresh("WanAnimate2Transformer3DModel")
     with torch.compiler.set_stance("force_eager"):
         # To compile it, as the forward would, takes a minute.
-        model.block_masks[FRAMES, ROWS * COLS] = model.create_mask(FRAMES, ROWS * COLS, "cpu")
+        model.block_masks[frames, area] = model.create_mask(frames, area, "cpu")
     return model
 
 

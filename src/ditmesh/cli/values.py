@@ -230,9 +230,10 @@ def fetched(job: PictureJob, info: ModelInfo) -> PictureJob:
 
 def download(name: str, variant: str | None = None) -> str:
     """Download a hub model once, before N ranks load it; returns its folder."""
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+    from ..generate import modular
+    from ..generate.model_info import find_model
 
     try:
-        return str(DiffusionPipeline.download(name, variant=variant))
+        return str(modular.download(find_model(name), variant))
     except OSError as error:
         raise InputError(f"model {name!r} cannot be fetched from the hub: {error}") from None

@@ -31,8 +31,9 @@ ENGINE = "_ditmesh_engine"
 FOLLOWED = "_ditmesh_followed"
 
 # Components of diffusers' pipelines that hold the denoising transformer. Wan has two, for early and for late steps;
-# Ideogram 4 has one for each branch of guidance; Kandinsky's and Shap-E's denoises an embedding.
-DENOISERS = ("transformer", "transformer_2", "unconditional_transformer", "prior")
+# MiniMax-H3 has another one for references; Ideogram 4 has one for each branch of guidance; Kandinsky's and Shap-E's
+# denoises an embedding.
+DENOISERS = ("transformer", "transformer_2", "transformer_ref", "unconditional_transformer", "prior")
 
 
 # The methods by which `copy.deepcopy` lets an object copy itself, and pickle asks it for its state.

@@ -22,11 +22,6 @@ RATES = ("frame_rate", "fps")
 AUDIO = ("num_waveforms_per_prompt", "audio_end_in_s", "audio_length_in_s", "audio_duration", "audio_duration_s")
 
 
-def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of the call of a pipeline or pipeline class."""
-    return inspect.signature((pipe if isinstance(pipe, type) else type(pipe)).__call__).parameters
-
-
 def steps_of(job: PictureJob, parameters: Mapping[str, Any]) -> int:
     """Denoising steps of a job: its own, or the default of the pipeline's call."""
     return job.steps or _default(parameters, "num_inference_steps", 50)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, shortened
 from .model_info import ModelInfo
+from .modular import read_modular
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,6 +56,8 @@ def read_saved(info: ModelInfo, kind: type[Any] | None = None, **options: Any) -
             options = {**{part: None for part in parts if info.index.get(part) == [None, None]}, **options}
     try:
         with missing_weights_refused():
+            if info.modular:
+                return read_modular(info, **options)
             return (kind or DiffusionPipeline).from_pretrained(info.files if info.local else info.name, **options)
     except (MemoryError, InputError):
         raise

@@ -27,6 +27,7 @@ from .components import missing_weights_refused
 from .lora_files import read_lora, settings_file
 from .loras import load_lora, set_loras, takes_loras
 from .model_info import HUB_ID
+from .modular import call_parameters
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -305,7 +306,7 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
     networks = [controlnet_class(Path(file.path)) for file in files if file.role == "controlnet"]
     if networks:
         kinds = _with_controlnet(kinds, networks[0])
-    takes = {kind: inspect.signature(kind.__call__).parameters for kind in kinds}
+    takes = {kind: call_parameters(kind) for kind in kinds}
     fitting = next((kind for kind in kinds if wanted.keys() <= takes[kind].keys()), None)
     if fitting is None:
         raise _takes_no(kinds[-1].__name__, takes[kinds[-1]], wanted)

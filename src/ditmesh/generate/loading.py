@@ -28,6 +28,7 @@ from ..strategies.ahead import modules_ahead
 from ..strategies.pipefusion.stages import is_away
 from .components import read_saved
 from .model_info import ModelInfo, find_model
+from .modular import download
 from .one_copy import shareable_components, shared_components
 from .shares import load_transformer
 from .weight_files import saved_denoisers, weight_files
@@ -80,8 +81,6 @@ def load(
             weights are not in safetensors files, are quantised, do not fit the model, or need more memory than there
             is; or both ``dtype`` and ``torch_dtype`` are given.
     """
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
     if dtype is not None and torch_dtype is not None:
         raise InputError(
             f"dtype={dtype} and torch_dtype={torch_dtype} are two names of one option; leave torch_dtype out"
@@ -89,7 +88,7 @@ def load(
     dtype = torch_dtype if dtype is None else dtype
     info = find_model(path_or_id)
     if not info.local:
-        info = replace(info, files=Path(DiffusionPipeline.download(info.name, variant=variant)), local=True)
+        info = replace(info, files=download(info, variant), local=True)
     given = {name for name in components if name in info.index}
     if config == "auto" and mesh is None:
         config = _configuration_before(info, dtype, memory_limit, given, check_memory)

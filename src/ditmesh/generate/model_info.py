@@ -14,11 +14,14 @@ from typing import Any
 from .. import zoo
 from ..errors import InputError, did_you_mean, first_line, reason_of
 from ..request import FieldError
+from .modular import INDEX, as_plain_index, call_parameters
 
 # Seconds that the hub has for an answer.
 HUB_LIMIT = 5.0
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 
+# Files that say what a pipeline's folder holds; the second one is that of a modular pipeline.
+INDEXES = ("model_index.json", INDEX)
 # Endings of single files of weights, which are no folders of a pipeline.
 SINGLE_FILES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth", ".gguf")
 
@@ -50,6 +53,11 @@ class ModelInfo:
         """The configuration of another part, such as a second transformer; empty where there is no file."""
         file = self.files / name / "config.json"
         return self.transformer if name == "transformer" else _read_json(file, self.name) if file.is_file() else {}
+
+    @property
+    def modular(self) -> bool:
+        """True if it is a `ModularPipeline`."""
+        return bool(self.index.get("_modular"))
 
     @property
     def transformer_class(self) -> str:
@@ -242,7 +250,9 @@ def find_model(model: str | Path) -> ModelInfo:
         name = files.resolve().name
     elif name in zoo.EMBEDDED:
         name = f"./{name}"
-    index = _read_json(files / "model_index.json", name)
+    modular = (files / INDEX).is_file() and not (files / INDEXES[0]).is_file()
+    index = _read_json(files / INDEXES[modular], name)
+    index = as_plain_index(index, name, files) if modular else index
     # A part is a library and a class.
     pairs = {key: value for key, value in index.items() if isinstance(value, list) and len(value) == 2 and all(value)}
     parts = [key for key in pairs if not key.startswith("_")]
@@ -265,7 +275,7 @@ def _refuse_other_files(name: str, files: Path, is_present: bool) -> None:
             "as diffusers.FluxPipeline (of a .gguf diffusers.FluxTransformer2DModel), and give the folder that "
             "save_pretrained(...) writes, or ditmesh.load(FOLDER, transformer=...)"
         )
-    if is_present and not (files / "model_index.json").is_file():
+    if is_present and not any((files / index).is_file() for index in INDEXES):
         what = "has no model_index.json" if files.is_dir() else "is a file"
         if (files / "config.json").is_file():
             what = "is one component and no pipeline"
@@ -277,7 +287,7 @@ def parameters_of(pipeline: str | None) -> Mapping[str, inspect.Parameter]:
     import diffusers
 
     kind = getattr(diffusers, pipeline or "", None)
-    return inspect.signature(kind.__call__).parameters if isinstance(kind, type) else {}
+    return call_parameters(kind) if isinstance(kind, type) else {}
 
 
 def is_hub_id(name: str) -> bool:
@@ -321,14 +331,20 @@ def _from_hub(name: str) -> tuple[Path, bool]:
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
-    cached = try_to_load_from_cache(name, "model_index.json")
+    found = (try_to_load_from_cache(name, index) for index in INDEXES)
+    cached = next((index for index in found if isinstance(index, str)), None)
     if constants.HF_HUB_OFFLINE:
         trouble = (
             "it is not in the hub's cache and the hub is switched off (HF_HUB_OFFLINE); give a folder, or go online"
         )
     else:
         try:
-            index = hf_hub_download(name, "model_index.json", etag_timeout=HUB_LIMIT)
+            try:
+                index = hf_hub_download(name, INDEXES[0], etag_timeout=HUB_LIMIT)
+            except LocalEntryNotFoundError:
+                raise
+            except EntryNotFoundError:
+                index = hf_hub_download(name, INDEX, etag_timeout=HUB_LIMIT)
             for part in ("transformer/config.json", "vae/config.json"):
                 try:
                     hf_hub_download(name, part, etag_timeout=HUB_LIMIT)
@@ -342,6 +358,6 @@ def _from_hub(name: str) -> tuple[Path, bool]:
                 f"the hub says: {first_line(error)}; check the name, run `hf auth login`, or without a network set "
                 "HF_HUB_OFFLINE=1"
             )
-    if isinstance(cached, str):
+    if cached is not None:
         return Path(cached).parent, True
     raise InputError(f"model {name!r}: no folder of that name, and {trouble}")

@@ -33,7 +33,9 @@ PipelineOutput: TypeAlias = Picture | VideoFrames
 
 def outputs_of(output: Any) -> list[PipelineOutput]:
     """The images or videos in a pipeline's output; an `InputError` if it holds something else."""
-    images, videos = getattr(output, "images", None), getattr(output, "frames", None)
+    images = getattr(output, "images", None)
+    # Modular pipelines call them otherwise.
+    videos = getattr(output, "frames", getattr(output, "videos", None))
     if images is not None and len(images) and not any(isinstance(image, (list, tuple)) for image in images):
         return [Picture(image) for image in images]
     if images is None and videos is not None and len(videos):

@@ -16,11 +16,12 @@ from ..launch import MessageSink
 from ..launch.hardware import environment
 from ..launch.log_filter import hide_chatter
 from ..request import PictureRequest
-from .arguments import CALLBACK, RATES, call_arguments, call_parameters, check_call, denoising_steps
+from .arguments import CALLBACK, RATES, call_arguments, check_call, denoising_steps
 from .cut_prompts import CutPrompts
 from .files import load_adapters, load_controlnet, pictures_of, pipeline_for
 from .job import PictureCall, PictureJob, UserNote
 from .model_info import find_model
+from .modular import call_parameters
 from .outputs import PipelineOutput, VideoFrames, outputs_of
 from .receipt import Receipt
 from .schedulers import scheduler_named
@@ -91,7 +92,7 @@ class PipelineRunner:
         import torch
 
         self.pipe, self.device, self.kind = pipe, device or torch.device("cpu"), kind or type(pipe)
-        self.parameters, self.facts = call_parameters(self.kind), dict(facts or {})
+        self.parameters, self.facts = call_parameters(kind or pipe), dict(facts or {})
         self.load_seconds = 0.0
         self.notes: dict[str, str] = {}
         self.group = 0, 1, 1

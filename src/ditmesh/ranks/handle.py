@@ -15,6 +15,7 @@ from ..config import ParallelConfig
 from ..engine import ConfigLike
 from ..errors import ConfigError, InputError, RankFailed
 from ..generate.model_info import find_model
+from ..generate.modular import download
 from ..launch import DeviceChoice, RankPool
 from ..launch.failures import Failure, rank_failed
 from ..launch.messages import encode_call
@@ -83,10 +84,8 @@ class Ranks:
         info = find_model(model)
         folder = info.files.resolve()
         if not info.local:
-            from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
             # Download once instead of on every rank.
-            folder = Path(DiffusionPipeline.download(info.name, variant=options.get("variant")))
+            folder = download(info, options.get("variant"))
         if config != "auto":
             config = ParallelConfig.read(config)
             if config.inputs == "per-data-rank" and config.data > 1:

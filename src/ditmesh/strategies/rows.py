@@ -234,7 +234,8 @@ class BatchParallel:
         """What a call depends on besides values, and whether an object or a hook may keep tensors from call to call."""
         objects = [(path, value) for path, value in arguments.others() if not isinstance(value, _PLAIN)]
         state: list[Any] = [(path, argument_kind(value)) for path, value in objects]
-        stateful = any(callable(value) or holds_tensors(value) for _, value in objects)
+        # An object may be empty now, and be filled by the call itself.
+        stateful = any(callable(value) or hasattr(value, "__dict__") or holds_tensors(value) for _, value in objects)
         for path, module in self._modules():
             # Keys of torch's hooks are never used twice: a hook that is registered again is another one.
             state += [(path, *hooks) for hooks in (module._forward_pre_hooks, module._forward_hooks) if hooks]

@@ -26,7 +26,6 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import modular_pipelines
 
 from support.exam import stand_ins, values
 from support.models import class_of, part
@@ -70,15 +69,16 @@ def flow(**settings: Any) -> Any:
 def pipeline(name: str, row: dict[str, Any], **changes: Any) -> Any:
     """The pipeline of a row; ``changes``: other components."""
     given = {**TABLE["sets"].get(row.get("set"), {}), **row.get("parts", {})}
-    if "blocks" in row:
-        # A modular pipeline without its encoders and decoders, to which their results are passed.
-        made = getattr(modular_pipelines, row["blocks"])()
-        for block in ("text_encoder", "decode", *row.get("out", ["vae_encoder"])):
-            made.sub_blocks.pop(block)
-        pipe = made.init_pipeline()
+    kind = class_of(row.get("kind", name.split()[0]))
+    if issubclass(kind, diffusers.ModularPipeline):
+        # Its denoising alone; what its encoders make is passed to the call.
+        blocks = class_of(kind.default_blocks_name)()
+        blocks = blocks.get_workflow(row["workflow"]) if "workflow" in row else blocks
+        for block in [one for one in blocks.sub_blocks if not one.startswith("denoise")]:
+            blocks.sub_blocks.pop(block)
+        pipe = kind(blocks)
         pipe.update_components(**{key: part(value) for key, value in {"scheduler": "flow", **given}.items()})
         return pipe
-    kind = class_of(row.get("kind", name.split()[0]))
     known = inspect.signature(kind.__init__).parameters
     parts = {key: part(value) for key, value in given.items() if key in known and key not in changes}
     pipe = build(kind, **parts, **changes)

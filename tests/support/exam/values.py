@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import torch
+from diffusers.modular_pipelines.minimax_h3.references import MiniMaxH3ImageReference, MiniMaxH3VideoReference
 from torch import Tensor
 
 # Tokens and channels of a prompt's embeddings; channels of the models without a reviewed layout.
@@ -151,6 +152,59 @@ def codes(prompts: list[int], count: int, seed: int, stacked: bool = False) -> A
     """For every prompt, numbers of the entries of a codebook."""
     made = [torch.randint(32, (count,), generator=torch.Generator().manual_seed(seed + one)) for one in prompts]
     return torch.stack(made) if stacked else made
+
+
+def lengths(prompts: list[int], tokens: int = TOKENS) -> list[int]:
+    return [tokens - 1 - one % 4 for one in prompts]
+
+
+def ids(prompts: list[int], negative: bool = False) -> list[int]:
+    """Numbers of letters."""
+    return [6 + ord(letter) - 32 for letter in PROMPTS[NEGATIVE if negative else prompts[0]]]
+
+
+def connected(prompts: list[int]) -> dict[str, Any]:
+    """What the connectors of LTX-2 make of prompts for the video and for the sound."""
+    made = named(prompts, "connector_prompt_embeds", lambda some: noise(some, [TOKENS, WIDTH]))
+    made |= named(prompts, "connector_audio_prompt_embeds", lambda some: noise(some, [TOKENS, WIDTH], offset=10))
+    return made | named(prompts, "connector_attention_mask", mask)
+
+
+def anima_text(prompts: list[int]) -> dict[str, Any]:
+    """Embeddings by one text encoder, and the tokens of another."""
+    made = named(prompts, "qwen_prompt_embeds", lambda some: drawn(some, TOKENS, NARROW))
+    made |= named(prompts, "t5_input_ids", lambda some: torch.stack(codes(some, TOKENS, 50)))
+    made |= named(prompts, "qwen_attention_mask", mask)
+    return made | named(prompts, "t5_attention_mask", mask)
+
+
+def pad_mask(prompts: list[int], tokens: int = 9) -> Tensor:
+    """(P, T): no token of a prompt stands for a picture."""
+    return torch.zeros(len(prompts), tokens, dtype=torch.bool)
+
+
+def dtype(prompts: list[int]) -> torch.dtype:
+    return torch.float32
+
+
+def h3_frames(prompts: list[int], count: int) -> list[Tensor]:
+    """Encoded pictures of 64 x 96 pixels."""
+    return [random(prompts, [1, 24, 1, 4, 6], seed=seed) for seed in range(count)]
+
+
+def h3_references(prompts: list[int]) -> dict[str, Any]:
+    """A picture, and a film with its sound."""
+    given = [MiniMaxH3ImageReference(picture(prompts)), MiniMaxH3VideoReference([], 24.0, torch.zeros(1), 32000)]
+    seen = [random(prompts, [1, 24, frames, 6, 4]) for frames in (1, 2)]
+    return {
+        "normalized_references": given,
+        "condition_latents": seen,
+        "audio_condition_latents": [random(prompts, [10, 32])],
+    }
+
+
+def ones(prompts: list[int], tokens: int = TOKENS) -> Tensor:
+    return torch.ones(tokens, dtype=torch.long)
 
 
 def grids(prompts: list[int], sizes: list[int]) -> list[Tensor]:

@@ -23,7 +23,8 @@ import torch
 from ...comm import PeerError
 from ...comm.backends import device_of_rank
 from ...errors import DitmeshError, InputError
-from ...generate.arguments import CALLBACK, call_parameters
+from ...generate.arguments import CALLBACK
+from ...generate.modular import call_parameters
 from ...generate.outputs import Picture, outputs_of
 from ...generate.receipt import PNG_KEYWORD, Receipt, text_chunk
 from ...generate.runner import Prepared, quieten

@@ -122,6 +122,7 @@ SLICE_RULES: tuple[Rule, ...] = (
     Rule(name="modulation of two streams", needs=("img_mod.1", "txt_mod.1"), gathered=("img_mod.1", "txt_mod.1")),
     Rule(name="modulation adaLN_modulation.0", needs=("adaLN_modulation.0",), gathered=("adaLN_modulation.0",)),
     Rule(name="modulation adaLN_modulation.1", needs=("adaLN_modulation.1",), gathered=("adaLN_modulation.1",)),
+    Rule(name="modulation adaln_proj", needs=("adaln_proj.linear",), gathered=("adaln_proj.linear",)),
 )
 
 # Of the text encoders of transformers: Llama, Qwen, Mistral, Gemma, CLIP; T5. An embedding that is looked up by the

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from ...errors import ConfigError, InputError
 from ...generate.components import read_saved
 from ...generate.model_info import ModelInfo
+from ...generate.modular import download
 from ...generate.weight_files import build_empty, fill_weights, weight_files
 from ...requirements import not_installed
 from ..config import SECOND, TrainConfig
@@ -240,10 +241,9 @@ def read_pipeline_frozen(info: ModelInfo, precision: str) -> Any:
         InputError, ConfigError: the weights do not fit the model, or are quantised already.
     """
     import diffusers
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     if not info.local:
-        info = replace(info, files=Path(DiffusionPipeline.download(info.name)), local=True)
+        info = replace(info, files=download(info), local=True)
     models: dict[str, nn.Module] = {}
     for name in ("transformer", SECOND):
         parts, folder = info.index.get(name), info.files / name
