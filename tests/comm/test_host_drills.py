@@ -58,6 +58,7 @@ def test_other_versions(two):
         assert said.startswith("MeetingError after ")
 
 
+@pytest.mark.matrix
 def test_a_wrong_address(two):
     """Nobody is there: each host says what it has waited for."""
     command = [sys.executable, "-P", "-m", "support.host_drills", "plain", "4"]

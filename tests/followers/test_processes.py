@@ -274,6 +274,7 @@ with ditmesh.Ranks(2, "cpu", 1, import_main=False) as ranks:
 """
 
 
+@pytest.mark.matrix
 def test_functions_of_the_program_itself_run_on_its_ranks(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM, encoding="utf-8")

@@ -140,6 +140,7 @@ def plan(capfd: Any, *words: str | Path) -> tuple[int, str, str]:
     return left.value.code, said.out, said.err
 
 
+@pytest.mark.matrix
 def test_a_plan_ends_with_the_line_to_type(capfd):
     code, out, err = plan(capfd, "pixart-sigma", "--hardware", "l40s", "--devices", "2", "--stale", "--json")
     assert code == 0, err

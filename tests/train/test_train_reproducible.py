@@ -49,6 +49,7 @@ def test_the_same_weights_on_any_number_of_ranks(ranks, data, tmp_path):
     assert found(ranks, WAYS[1], {**given, "seed": 1, "output_dir": str(tmp_path / "other")}) != alone
 
 
+@pytest.mark.matrix
 def test_adapters_on_another_mesh_after_a_stop(ranks, data, tmp_path):
     """LoRA; two ranks go on with what one has saved, and come to the weights of one that was not stopped."""
     given = settings(data, tmp_path / "a", global_batch_size=4, lora={"rank": 2}, reproducible=True, max_train_steps=2)
