@@ -430,11 +430,10 @@ class Loop(DiffusionPipeline):
 def on_every_axis(name: str, dtype: torch.dtype) -> dict[str, tuple[bool, int]]:
     """By configuration that runs: whether it has the same bits with values ahead, and how many modules went ahead."""
     model, made = copy.deepcopy(tiny(name)).to(dtype), inputs(name, RAGGED)
-    own = made.pop(timestep_among(made) or "")
-    call = {
-        **tree_map(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, made),
-        timestep_among(inputs(name, RAGGED)) or "": own,
-    }
+    time = timestep_among(made) or ""
+    call = tree_map(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, made)
+    # The pipelines of these cast timesteps, too.
+    call[time] = call[time] if name in ("HunyuanDiT", "HunyuanVideo15") else made[time]
     results = {}
     for config in AXES:
         pipe: Any = Loop(model, flow())
