@@ -123,7 +123,12 @@ class Traffic:
         self.calls: Counter[str] = Counter()
 
     def add(self, axis: str, sent: int, across: int = 0) -> None:
-        """Count one call on ``axis`` that sends ``sent`` bytes to other ranks, ``across`` of them to other hosts."""
+        """Count one call on ``axis`` that sends ``sent`` bytes to other ranks, ``across`` of them to other hosts.
+
+        Nothing is counted in a compiled graph, which would depend on the numbers: torch would compile every block anew.
+        """
+        if torch.compiler.is_compiling():
+            return
         self.bytes_sent[axis] += sent
         self.bytes_across[axis] += across
         self.calls[axis] += 1
