@@ -84,6 +84,7 @@ DERIVED = [
     ("ZImageTransformer2DModel + ControlNet", "prompt", None),
     ("StableAudio3DiTModel", "guidance", None),
     ("RFD4ProteinaTransformer", "design", "transformer_layers.0"),
+    ("SanaWMLTX2RefinerTransformer3DModel", "next frames", None),  # a cache that was filled before
 ]
 
 

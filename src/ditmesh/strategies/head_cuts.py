@@ -50,8 +50,7 @@ class HeadTokens(OwnTokens):
         return result
 
     def _like(self, part: Tensor) -> HeadTokens | None:
-        fits = part.dim() == 3 and part.shape[:2] == self.own.shape[:2]
-        return HeadTokens.on(part, self._tokens, self.run) if fits else None
+        return HeadTokens.on(part, self._tokens, self.run) if part.shape[:-1] == self.own.shape[:2] else None
 
     def whole(self, wanted_by: str = "") -> Tensor:
         """All tokens with this rank's heads, (B, S, h·D); from now on the module says that it has these heads."""
@@ -153,10 +152,8 @@ class ByHeads:
     ) -> None:
         self._module, self._link, self._leaf, self._tokens = module, link, leaf, tokens
         self._names = parameter_names(type(module).forward)
-        # Channels of all heads.
         self._width = getattr(module, "inner_dim", None) or getattr(getattr(module, "to_q", None), "out_features", 0)
         self._run: HeadRun | None = None
-        # Arguments with tokens, each with its stream, of all layouts so far.
         self._streams: dict[str, str] = {}
         undo = ExitStack()
 

@@ -314,9 +314,12 @@ class SequenceParallel:
 
     def adapt(self, site: BlockSite, leaf: Leaf, module: nn.Module) -> Callable[[], None]:
         """Make a module that mixes tokens without attention see those of other ranks; returns the undo."""
-        if leaf.rule == "heads" and (self.config.reproducible or (self.travels and self.mesh.ring.size > 1)):
-            ring = f"ring={self.mesh.ring.size}", "set exchange='gather', or use ulysses"
-            setting, way_out = ("reproducible=True", "leave it out") if self.config.reproducible else ring
+        ring, tensor = (self.mesh.ring.size if self.travels else 1), min(self.mesh.tensor.size, self.link.size)
+        if leaf.rule == "heads" and (self.config.reproducible or max(ring, tensor) > 1):
+            setting, way_out = f"ring={ring}", "set exchange='gather', or use ulysses"
+            if tensor > 1 or self.config.reproducible:
+                setting = "reproducible=True" if tensor == 1 else f"tensor={self.mesh.tensor.size} beside other axes"
+                way_out = f"leave {setting.split('=')[0]} out"
             raise ConfigError(
                 f"{setting} cannot run {site.path}.{leaf.module} of {site.model}, which keeps keys and values, or "
                 f"attends to parts of its tokens; {way_out}"
