@@ -91,11 +91,7 @@ def whole_keys(mask: Tensor, keys: Partition, link: Group) -> Tensor:
 
 
 def of_queries(mask: Tensor, queries: Partition, ranks: range) -> Tensor:
-    """The rows of a mask for the queries of consecutive sequence ``ranks``.
-
-    Raises:
-        LayoutError: the mask has a row for every query of this rank only, and more ranks are asked for.
-    """
+    """The rows of a mask for the queries of consecutive ranks; `LayoutError`: it has those of this rank only."""
     rows = mask.shape[-2]
     if rows == 1 or rows == sum(queries.lengths[rank] for rank in ranks):
         return mask

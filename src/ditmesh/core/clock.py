@@ -124,11 +124,7 @@ class CallClock:
         self._listeners.append(listener)
 
     def watch(self, model: nn.Module, timestep: str | None) -> Callable[[], None]:
-        """Count the calls of a transformer, before whatever else is hooked to it so far; returns what stops it.
-
-        Args:
-            timestep: name of its timestep, see `timestep_of`; None: it takes none.
-        """
+        """Count a transformer's calls, before other hooks, by its ``timestep`` (`timestep_of`); returns the undo."""
         names = parameter_names(type(model).forward)
         number, self._models = self._models, self._models + 1
 

@@ -112,11 +112,7 @@ _Contents = list[dict[tuple[str, str], Any]]
 
 
 class CopiedModule:
-    """The side of a copied module's own process.
-
-    Args:
-        module: it is copied as it is now, before anything is put on it that is to stay here.
-    """
+    """The side of a copied module's own process; it is copied before anything that is to stay here is put on it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

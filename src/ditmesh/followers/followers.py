@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,6 @@ from .copies import CopiedModule, ModuleChange, apply_changes, take_off_hooks
 from .messages import pack_call, take_call
 from .objects import Parcel, open_parcel, pack_parcel
 from .processes import HostedRanks
-
-if TYPE_CHECKING:
-    from typing import Self
 
 T = TypeVar("T")
 
@@ -464,11 +461,7 @@ class FollowedModel(FollowedModule):
             self._put_back = put_aside(self.module.modules())
 
     def wake(self) -> None:
-        """Undo `sleep`.
-
-        Raises:
-            InputError: a patched attribute was replaced meanwhile.
-        """
+        """Undo `sleep`; `InputError`: a patched attribute was replaced meanwhile."""
         if self._asleep is not None:
             self._put_back()
             self._asleep.close()

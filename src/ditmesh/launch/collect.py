@@ -19,11 +19,7 @@ CAUSE_SECONDS = 2.0
 
 
 class Collector:
-    """Collects one answer of every rank, or failures, from messages that the owner passes on; no process, no clock.
-
-    Attributes:
-        answers, failed: by rank.
-    """
+    """Collects one answer or failure of every rank from messages that the owner passes on; no process, no clock."""
 
     def __init__(
         self,

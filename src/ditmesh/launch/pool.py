@@ -183,7 +183,6 @@ class RankPool(StayingRanks):
         return [process.pid for process in self._processes.values()]
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """See `StayingRanks.run`."""
         self.refuse_inherited()
         return super().run(fn, *args, **kwargs)
 

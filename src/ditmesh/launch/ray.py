@@ -329,11 +329,7 @@ _CONNECTING = threading.Lock()
 
 
 def connected() -> Any:
-    """Ray, in a cluster that this program has joined; it is left at the program's end.
-
-    Raises:
-        ConfigError: Ray is not installed, or the cluster of ``RAY_ADDRESS`` does not answer.
-    """
+    """Ray, in a cluster that this program has joined till its end; `ConfigError`: not installed, or no answer."""
     try:
         import ray
         import ray.util

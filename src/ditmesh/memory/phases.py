@@ -12,7 +12,7 @@ import torch
 from ..config import ParallelConfig
 from ..errors import InputError
 from ..layout import known_models
-from ..layout.describe import meta_model
+from ..layout.probe import meta_model
 from ..request import Offload
 from ..strategies.pipefusion.stages import first_cut, kinds_of, stage_of
 from .ahead import computed_ahead
