@@ -15,10 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ditmesh.config import ParallelConfig
 from ditmesh.layout.conventions import Size
 from ditmesh.layout.without_values import WithoutValues, by_any_call, model_on_meta
-from ditmesh.memory.ahead import computed_ahead
 from ditmesh.memory.catalogue import shapes
 from ditmesh.memory.check import components_of_shape
-from ditmesh.memory.phases import needs
+from ditmesh.memory.phases import computed_ahead, needs
 from ditmesh.memory.sizes import workload_of
 from ditmesh.strategies.ahead import found_ahead_of
 

@@ -84,6 +84,8 @@ class Followers:
             first, count = torch.cuda.current_device(), torch.cuda.device_count()
             gpus = [(first + place) % count for place in range(devices)]
         self._pool = HostedRanks(devices, device, threads, gpus)
+        # This process included; the type of the ranks' devices.
+        self.world_size, self.device = self._pool.world_size, self._pool.device
         self.timeout = timeout
         # One thread at a time has the ranks.
         self.turn = threading.RLock()
@@ -99,16 +101,6 @@ class Followers:
         except BaseException:
             self._pool.close()
             raise
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks, this process included."""
-        return self._pool.world_size
-
-    @property
-    def device(self) -> str:
-        """Type of the ranks' devices."""
-        return self._pool.device
 
     @property
     def pids(self) -> list[int]:

@@ -82,7 +82,7 @@ class HostedRanks(RankPool):
         super().__init__(world_size, device, threads, MEET_SECONDS, preload, gpus, import_main=False)
         self._left = False
         use_loopback()
-        meeting = f"rendezvous-{self._meetings}"
+        meeting = f"rendezvous-{self.generation}"
         joined: HostedCall[None] = HostedCall()
         others = self._beside(self._join_anew, lambda: joined.take(lambda: join_group(self._settings[0], meeting)))
         if joined.error is not None or not others:

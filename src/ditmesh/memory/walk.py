@@ -47,7 +47,7 @@ from .sizes import Workload
 
 # Steps of a stale strategy that are looked at: a synchronous one, one that uses its keys, one that overwrites them.
 WALKED_STEPS = 3
-# What is computed ahead needs a scheduler; `memory.ahead` counts it, and here it decides what is in pieces.
+# What is computed ahead needs a scheduler; `phases` counts it, and here it decides what is in pieces.
 WALKED: Recipe = tuple(strategy for strategy in RECIPE if strategy is not PRECOMPUTED)
 
 

@@ -167,7 +167,7 @@ def summed(mine: OrderedSum, runs: Sequence[range | set[int]], link: Link, like:
     """
     if link.size == 1:
         return mine.total
-    nodes = [nodes_of(run, mine.count) for run in runs]
+    nodes = [nodes_of(run, (0, mine.count)) for run in runs]
     outgoing = [mine.nodes[node].contiguous() for node in nodes[link.rank]] or [like.new_empty(0)]
     shapes = [[tuple(like.shape)] * len(each) or [(0,)] for each in nodes]
     total = OrderedSum(mine.count)
