@@ -147,13 +147,9 @@ class CallClock:
     def tick(
         self, timestep: Mapping[str, Any], latents: Mapping[str, Any], others: Mapping[str, Any], model: int = 0
     ) -> TransformerCall:
-        """A call of a transformer begins.
+        """A call of a transformer begins: tensors and numbers by path of timestep, first argument and others.
 
-        Args:
-            timestep: tensor or number, by path.
-            latents: the transformer's first argument: its tensors, by path.
-            others: its other tensor and integer arguments, by path.
-            model: number of the transformer in its pipeline.
+        ``model``: number of the transformer in its pipeline.
         """
         if self.call.request < 0:
             self.begin_request()

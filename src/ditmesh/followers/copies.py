@@ -137,12 +137,8 @@ class CopiedModule:
     def changes(self, read: bool = True, rewritten: Collection[str] = ()) -> list[ModuleChange]:
         """The state of the module that the copies do not have.
 
-        Args:
-            read: compare the content of every tensor; otherwise of those that show a change, and of ``rewritten``.
-            rewritten: names of parameters.
-
-        Raises:
-            InputError: something has changed that cannot be changed on a copy; it is named.
+        ``read``: compare the content of every tensor; else of those that show a change, and of the ``rewritten``.
+        `InputError`: something has changed that cannot be changed on a copy; it is named.
         """
         self._check()
         return self._differences(read, rewritten)

@@ -188,9 +188,7 @@ class Followers:
     def both(self, here: Callable[[], T], fn: Callable[..., Any], *args: Any) -> list[tuple[Any, T]]:
         """The result of every other rank, each with the result of this one.
 
-        Raises:
-            Exception: of this rank, or, if it came first, of another rank.
-            RankFailed: a rank was lost.
+        Raises the exception of this rank or, if it came first, of another; `RankFailed`: a rank was lost.
         """
         self.refuse_inherited()
         with self.turn:
@@ -274,12 +272,8 @@ class FollowedModule(ABC):
     def update(self, rewritten: Collection[str] = (), read: bool = True) -> None:
         """Bring the copies to the module's present state. Calls do this by themselves.
 
-        Args:
-            rewritten: names of parameters to compare by content in any case.
-            read: compare all by content; otherwise what shows that it has changed.
-
-        Raises:
-            InputError: something has changed that copies cannot be given; it is named.
+        All tensors are compared by content; without ``read`` those that show a change, and parameters ``rewritten``.
+        `InputError`: something has changed that copies cannot be given; it is named.
         """
         if not (changes := self._copied.changes(read, rewritten)):
             return
@@ -307,17 +301,13 @@ class FollowedModule(ABC):
     ) -> Any:
         """Make one call on all ranks; a part of a call that runs is made here alone.
 
-        Args:
-            proceed: the module's own call.
-            args, kwargs: of this process.
-            for_others: the arguments of the other ranks, where they differ.
-            rewritten: names of parameters to compare by content also in the middle of a run.
+        ``proceed`` is the module's own call, ``for_others`` the other ranks' arguments, where they differ; ``rewritten``
+        names parameters to compare by content also in the middle of a run.
 
         Raises:
             InputError: the module is being trained, or has changed in a way that copies cannot be given; an argument
                 cannot be sent; or another thread is in such a call.
-            Exception: whatever the call raises, here or, if it was first, on another rank.
-            RankFailed: a rank was lost; the ranks have ended.
+            Exception: whatever the call raises, here or, if it was first, on another rank; `RankFailed`: one was lost.
         """
         if self.inside:
             return proceed(*args, **kwargs)

@@ -26,14 +26,10 @@ _MISFITS = (
 
 
 def probe(model: nn.Module) -> TokenLayout:
-    """The token layout of a transformer, derived by running it on small inputs.
+    """The token layout of a transformer in memory, derived by running it on small inputs; it is not changed.
 
-    Args:
-        model: a diffusers transformer with its weights (random ones will do), in memory. It is not changed.
-
-    Raises:
-        LayoutError: the model cannot be called by diffusers' conventions, or its tensors cannot be explained
-            as image and text tokens; says which.
+    `LayoutError`: the model cannot be called by diffusers' conventions, or its tensors cannot be explained as image and
+    text tokens; says which.
     """
     name = type(model).__name__
     if not block_lists(model):
