@@ -28,7 +28,7 @@ def published() -> dict[str, Any]:
     from ditmesh.lab.plan.hardware import Hardware, device, link
     from ditmesh.lab.plan.roofline import predict
     from ditmesh.layout import layout_of
-    from ditmesh.layout.describe import meta_model
+    from ditmesh.layout.probe import meta_model
     from ditmesh.memory.catalogue import shapes
     from ditmesh.memory.sizes import workload_of
     from ditmesh.strategies.heads import heads_of

@@ -115,7 +115,7 @@ def save(case: Case, folder: Path) -> int:
     from safetensors.torch import save_file
 
     from ditmesh.generate.weight_files import WEIGHTS
-    from ditmesh.layout.describe import meta_model
+    from ditmesh.layout.probe import meta_model
 
     model: Any = meta_model(case.transformer, case.settings)
     generator = torch.Generator().manual_seed(0)

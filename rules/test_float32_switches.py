@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ditmesh.comm import Link, Traffic
-from ditmesh.launch.nccl import nccl_settings
+from ditmesh.launch.devices import nccl_settings
 
 SCRIPT = """
 import sys, torch

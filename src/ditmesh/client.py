@@ -44,11 +44,7 @@ TIMEOUT, SILENCE, PAUSE = 30.0, 45.0, 1.0
 
 
 def job_body(prompt: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON of a job from the arguments of `Client.generate`.
-
-    Raises:
-        InputError: an image cannot be read.
-    """
+    """The JSON of a job from the arguments of `Client.generate`; `InputError`: an image cannot be read."""
     body: dict[str, Any] = {"prompt": prompt}
     inputs = []
     for name, value in options.items():
@@ -68,11 +64,7 @@ def job_body(prompt: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def data_url(picture: Picture, name: str) -> str:
-    """An image in the form that servers accept.
-
-    Raises:
-        InputError: it is none, or cannot be read.
-    """
+    """An image in the form that servers accept; `InputError`: it is none, or cannot be read."""
     from PIL import Image
 
     what = name

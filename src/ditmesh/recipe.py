@@ -67,11 +67,7 @@ RECIPE: Recipe = (
 
 
 def checking(recipe: Recipe, config: ParallelConfig) -> Recipe:
-    """The recipe with every layout compared with one device, not only one that a user hands over.
-
-    Raises:
-        ConfigError: no rank has all weights.
-    """
+    """The recipe with every layout compared with one device; `ConfigError`: no rank has all weights."""
     if config.cuts_weights:
         raise ConfigError(
             f"check=True compares calls with one device, and with {config.describe()} no rank has all weights; use "
@@ -81,11 +77,7 @@ def checking(recipe: Recipe, config: ParallelConfig) -> Recipe:
 
 
 def check_recipe(recipe: Recipe, config: ParallelConfig, models: Iterable[tuple[nn.Module, TokenLayout]]) -> None:
-    """Refuse combinations of strategy and model that cannot work, before any rank has begun.
-
-    Raises:
-        ConfigError: naming the model, the value and the way out.
-    """
+    """Refuse, before any rank begins, strategies that cannot work with a model: `ConfigError` with a way out."""
     for model, layout in models:
         for strategy in wanted(recipe, config):
             strategy.check(config, model, layout)

@@ -106,11 +106,7 @@ class PictureRequest(BaseModel):
 
     @classmethod
     def read(cls: type[Asked], **fields: Any) -> Asked:
-        """A request of these fields.
-
-        Raises:
-            FieldError: a field is out of bounds.
-        """
+        """A request of these fields; `FieldError`: a field is out of bounds."""
         try:
             return cls(**fields)
         except ValidationError as error:
@@ -196,11 +192,7 @@ def field_error(error: ValidationError) -> FieldError:
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:
-    """``"96x64"`` to (width, height) in pixels; None stays None.
-
-    Raises:
-        FieldError: the text is not a size.
-    """
+    """``"96x64"`` to (width, height) in pixels; None stays None; `FieldError`: the text is not a size."""
     if text is None:
         return None
     match = re.fullmatch(r"([0-9]{1,9})[xX×]([0-9]{1,9})", text.strip())
@@ -213,11 +205,7 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
 
 
 def check_text(text: str, name: str) -> None:
-    """Reject text that is too long, or that no file can hold (an unpaired surrogate).
-
-    Raises:
-        InputError: naming the text.
-    """
+    """Reject text that is too long, or that no file can hold (an unpaired surrogate), with an `InputError`."""
     if len(text) > LONGEST_PROMPT:
         raise InputError(f"{name} has {len(text)} characters; use {LONGEST_PROMPT} at most")
     try:

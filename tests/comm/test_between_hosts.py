@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ditmesh.config import AXES, ParallelConfig
-from ditmesh.launch.nccl import nccl_settings, watch_nccl
+from ditmesh.launch.devices import nccl_settings, watch_nccl
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ import torch
 import ditmesh
 from ditmesh import ConfigError, Mesh, ParallelConfig
 from ditmesh.comm import grid as grid_module
-from ditmesh.launch.nccl import nccl_settings
+from ditmesh.launch.devices import nccl_settings
 
 
 def refusal_of(call: Any) -> str:

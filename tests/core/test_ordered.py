@@ -29,7 +29,7 @@ def test_any_sharing_out_gives_the_same_bits(count):
             for number in sorted(held, reverse=True):
                 mine.add((number, number + 1), addends[number])
             # What a rank can add up by itself, it has.
-            assert sorted(mine.nodes) == nodes_of(held, count)
+            assert sorted(mine.nodes) == nodes_of(held, (0, count))
             for node, value in mine.nodes.items():
                 total.add(node, value)
         assert torch.equal(total.total, alone.total)

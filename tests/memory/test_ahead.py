@@ -25,10 +25,9 @@ from ditmesh.core.clock import CallClock
 from ditmesh.core.patching import CallChain
 from ditmesh.layout.conventions import Conventions, Size
 from ditmesh.layout.without_values import WithoutValues, by_any_call, model_on_meta
-from ditmesh.memory.ahead import computed_ahead
 from ditmesh.memory.catalogue import shapes
 from ditmesh.memory.check import components_of_shape
-from ditmesh.memory.phases import needs
+from ditmesh.memory.phases import computed_ahead, needs
 from ditmesh.memory.sizes import workload_of
 from ditmesh.strategies.ahead import found_ahead_of, modules_ahead
 from ditmesh.strategies.precomputed import PrecomputedModel

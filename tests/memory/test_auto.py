@@ -24,7 +24,7 @@ from ditmesh.engine import guided
 from ditmesh.generate.model_info import find_model
 from ditmesh.launch import RankPool
 from ditmesh.layout import layout_of
-from ditmesh.layout.describe import meta_model
+from ditmesh.layout.probe import meta_model
 from ditmesh.memory import check
 from ditmesh.memory.catalogue import shapes
 from ditmesh.memory.check import Demand, components_of_shape

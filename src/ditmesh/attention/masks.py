@@ -20,18 +20,12 @@ def everywhere(
     ranks: range,
     steady: Callable[[], bool] = lambda: False,
 ) -> Tensor:
-    """The mask of the queries of consecutive sequence ``ranks`` over all keys.
+    """The mask of the queries of consecutive sequence ``ranks`` over all keys, 4-D; dimensions of 1 stay 1.
 
     Args:
-        mask: what the block made of its arguments: broadcastable to (B, H, queries, keys), of this rank's
-            tokens or of all.
-        queries, keys: the streams of either, by sequence rank.
-        link: the sequence ranks.
-        ranks: the ranks that hold the queries.
+        mask: what the block made of its arguments: broadcastable to (B, H, queries, keys), of this rank or all.
+        queries, keys: the streams of either, by rank of ``link``.
         steady: whether the mask has the same origin as in the previous step, as in `per_token`.
-
-    Returns:
-        4-D; dimensions of 1 stay 1.
 
     Raises:
         LayoutError: the mask does not say what other ranks' tokens may see.
@@ -52,18 +46,10 @@ def gathered_rows(mask: Tensor, queries: Partition, link: Group) -> Tensor:
 
 
 def whole_keys(mask: Tensor, keys: Partition, link: Group) -> Tensor:
-    """A mask over all keys, in the order one device has them.
+    """A 4-D mask over all keys, in the order one device has them, or with 1 for their dimension.
 
-    Args:
-        mask: 4-D; its last dimension covers all keys, this rank's keys, or is 1.
-        keys: streams of the keys, by sequence rank.
-        link: the sequence ranks.
-
-    Returns:
-        The mask with all keys in its last dimension (or 1).
-
-    Raises:
-        LayoutError: the last dimension fits neither, or the mask is cut along queries too.
+    Its last dimension covers all keys, this rank's of the streams ``keys``, or is 1. `LayoutError`: it fits neither, or
+    the mask is cut along queries too.
     """
     length, everywhere = keys.lengths[link.rank], keys.total
     width = mask.shape[-1]
@@ -91,11 +77,7 @@ def whole_keys(mask: Tensor, keys: Partition, link: Group) -> Tensor:
 
 
 def of_queries(mask: Tensor, queries: Partition, ranks: range) -> Tensor:
-    """The rows of a mask for the queries of consecutive sequence ``ranks``.
-
-    Raises:
-        LayoutError: the mask has a row for every query of this rank only, and more ranks are asked for.
-    """
+    """The rows of a mask for the queries of consecutive ranks; `LayoutError`: it has those of this rank only."""
     rows = mask.shape[-2]
     if rows == 1 or rows == sum(queries.lengths[rank] for rank in ranks):
         return mask
@@ -113,14 +95,7 @@ def of_heads(mask: Tensor, start: int, count: int) -> Tensor:
 
 
 def of_own_keys(mask: Tensor, queries: Partition, keys: Partition, rank: int) -> Tensor:
-    """The mask of a sequence rank's queries over its own keys alone; nothing is exchanged.
-
-    Args:
-        mask: as in `everywhere`.
-
-    Returns:
-        4-D; dimensions of 1 stay 1.
-    """
+    """The 4-D mask of a rank's queries over its own keys alone, of one as in `everywhere`; nothing is exchanged."""
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     mask = of_queries(mask, queries, range(rank, rank + 1))
     if mask.shape[-1] in (1, keys.lengths[rank]):
@@ -136,14 +111,9 @@ def of_own_keys(mask: Tensor, queries: Partition, keys: Partition, rank: int) ->
 def per_token(mask: Tensor, steady: bool = False) -> Tensor:
     """The per-token mask m of which (B, 1 or H, S, S) is the outer product m mᵀ, as (B, 1 or H, 1, S).
 
-    For m of zeros and ones (or booleans) the diagonal of m mᵀ is m itself.
-
-    Args:
-        steady: the block makes the mask of what it made it of in the step before, in which it was looked at: the host
-            does not wait for the device to look again.
-
-    Raises:
-        LayoutError: it is no such product.
+    For m of zeros and ones (or booleans) the diagonal of m mᵀ is m itself. ``steady``: the block makes the mask of what
+    it made it of in the step before, in which it was looked at: the host does not wait for the device to look again.
+    `LayoutError`: it is no such product.
     """
     if mask.stride(1) == 0:
         mask = mask[:, :1]

@@ -107,22 +107,15 @@ class Mixer:
         compute: Compute | None = None,
         tiles: Tiles | None = None,
     ) -> list[Tensor]:
-        """Attention of this rank's queries over all ranks' keys.
+        """Attention of this rank's queries over all ranks' keys: (B, H, s, D) for every tensor of ``q``.
 
         Args:
-            q: this rank's queries (B, H, s, D): one tensor, or one for each of its tiles.
-            k, v: its keys and values (B, H, s_k, D).
+            q: this rank's queries: one tensor, or one for each of its tiles, which ``tiles`` has.
             given: the masks of the queries that this rank computes, those of its Ulysses group, over all keys: one,
                 or one for each tile of the group; 4-D, all heads.
-            queries, keys: the streams by sequence rank.
+            queries, keys: the streams by sequence rank; ``weights``: of these ranks.
             groups: for every rank of the ring the sequence ranks of its Ulysses group.
-            weights: of the sequence ranks.
-            scale: factor of the scores.
             compute: what computes once all keys are here; default: the kernel.
-            tiles: where the tiles are.
-
-        Returns:
-            (B, H, s, D) for every tensor of ``q``.
         """
         ulysses, ring = self.ulysses, self.ring
         exchange = ours = None
@@ -202,11 +195,9 @@ class Mixer:
 
 
 def gather_keys(ring: Link, tensors: Sequence[Tensor], keys: Partition) -> list[Tensor]:
-    """Whole tensors (B, H, S, D), tokens in the order of one device, from every rank of a ring; differentiable.
+    """Whole tensors (B, H, S, D), tokens in the order of one device, of every rank's (B, H, s, D); differentiable.
 
-    Args:
-        tensors: keys, values …: this rank's (B, H, s, D).
-        keys: their streams, by rank of the ring.
+    ``keys``: their streams, by rank of the ring.
     """
     split = [keys.split(tensor, 2, ring.rank) for tensor in tensors]
     travelling = [block for block in range(len(keys.blocks)) if block not in keys.replicated]

@@ -52,25 +52,17 @@ def ring_attention(
     attend: Callable[..., tuple[Tensor, Tensor]] | None = None,
     parts: torch.dtype | None = None,
 ) -> Tensor:
-    """Softmax attention of this rank's queries over all ranks' keys.
+    """Softmax attention of this rank's queries over all ranks' keys, (B, H, Sq, D).
 
     Args:
-        link: the ring (size N).
-        q_bhsd: this rank's queries (B, H, Sq, D).
-        k_bhsd, v_bhsd: this rank's travelling keys and values (B, H, lengths[rank], D).
-        lengths: number of travelling keys of every rank of the ring.
-        resident: keys and values (B, H, Sr, D) that every rank has and that do not travel; they come before
-            this rank's own travelling keys.
-        mask_of: the mask (4-D, broadcastable) of this rank's queries over the keys of a ring rank; for this
-            rank's own block the resident keys come first. None: no mask.
-        scale: factor of the scores.
+        q_bhsd, k_bhsd, v_bhsd: this rank's queries, and its travelling keys and values, ``lengths[rank]`` of them.
+        resident: keys and values that every rank has; they stay, and come before this rank's own travelling keys.
+        mask_of: the mask (4-D) of this rank's queries over the keys of a ring rank; in its own resident ones first.
         attend: `attend_with_lse` of a kernel; default: torch's.
         parts: dtype of the copies that it gets, see `LocalAttention.unrounded`; default: that of torch's kernel, or
             with ``attend`` the tensors' own. Keys and values travel in theirs.
 
-    Returns:
-        (B, H, Sq, D). The own block is computed first, then those of ranks - 1, - 2 …: the merge order is
-        that of the ring and differs by rank.
+    The own block is computed first, then those of ranks - 1, - 2 …: the merge order differs by rank.
     """
     if parts is None:
         parts = q_bhsd.dtype if attend else unrounded(q_bhsd)

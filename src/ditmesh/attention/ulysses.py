@@ -39,13 +39,8 @@ class HeadExchange:
     def gather_tokens(self, tensors: Sequence[Tensor], streams: Sequence[Partition]) -> list[Tensor]:
         """From all heads of some tokens to some heads of all tokens.
 
-        Args:
-            tensors: q, k, v …: (B, H, s_local, D), streams one after the other.
-            streams: for every tensor those along its sequence.
-
-        Returns:
-            For every tensor (B, h_mine, S_group, D): streams in the same order, each stream's tokens in rank
-            order. Memory order is (B, S, h, D).
+        Takes q, k, v …, (B, H, s_local, D), with the streams along each sequence. Returns (B, h_mine, S_group, D)
+        for every tensor, streams in the same order, each stream's tokens in rank order; in memory (B, S, h, D).
         """
         if self._packs(tensors, streams):
             sending = self._packed_heads(tensors, streams)
@@ -54,13 +49,9 @@ class HeadExchange:
         return _whole(here, all_to_all(self.link, outgoing, shapes))
 
     def gather_heads(self, out: Tensor, tokens: Partition) -> Tensor:
-        """From some heads of all tokens back to all heads of this rank's tokens.
+        """From (B, h_mine, S_group, D), as `gather_tokens` orders it, back to all heads of this rank's tokens.
 
-        Args:
-            out: (B, h_mine, S_group, D), as `gather_tokens` orders it.
-
-        Returns:
-            (B, H, s_local, D); memory order (B, s, H, D).
+        The result is (B, H, s_local, D); in memory (B, s, H, D).
         """
         if self.link.packs:
             message = self._packed_tokens(out, tokens)

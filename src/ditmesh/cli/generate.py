@@ -134,11 +134,7 @@ def generate(
 def _checked(
     job: PictureJob, info: ModelInfo, ranks: RankOptions, world_size: int
 ) -> tuple[PictureJob, Literal["cpu", "cuda"]]:
-    """The job with its dtype and its model's folder, and the ranks' type of device.
-
-    Raises:
-        InputError: the model, the ranks or this machine cannot do it.
-    """
+    """The job with its dtype, its model's folder and the type of device; `InputError`: it cannot be done here."""
     from ..generate.job import check_job
     from ..generate.run import PRELOAD
     from ..generate.runner import quieten

@@ -29,7 +29,7 @@ def inspect(*, model: ModelArgument = "", size: Size = None, frames: Frames = No
     # It takes torch along, which a mistake does not wait for.
     import torch
 
-    from ..layout.describe import layout_of_class, meta_model
+    from ..layout.probe import layout_of_class, meta_model
     from ..memory.sizes import workload_of
     from ..strategies.ahead import usually_ahead
     from ..strategies.sharded import parameters_in_pieces
@@ -62,7 +62,7 @@ def layout(*, model: ModelArgument = "", as_json: AsJson = False) -> None:
     ditmesh layout emoji-sd3
     """
     facts, info = _facts(model)
-    from ..layout.describe import layout_of_class
+    from ..layout.probe import layout_of_class
 
     found = layout_of_class(info.transformer_class, info.transformer)
     emit(facts | {"layout": asdict(found)}, as_json, partial(_say_layout, layout=found))

@@ -117,11 +117,7 @@ MemoryLimit = Annotated[
 
 
 def memory_check(limit: str | None) -> tuple[bool, float | None]:
-    """Whether the memory of a job is checked, and the limit in bytes, from --memory-limit.
-
-    Raises:
-        InputError: the text is neither a number nor ``none``.
-    """
+    """Whether a job's memory is checked, and the limit in bytes; `InputError`: --memory-limit is neither."""
     if limit is None or limit == "none":
         return limit is None, None
     try:
@@ -257,11 +253,7 @@ class InputOptions:
     ] = "none"
 
     def of_job(self) -> dict[str, Any]:
-        """Fields of a job; every file has been checked.
-
-        Raises:
-            InputError: a file does not exist, or is of the wrong kind.
-        """
+        """Fields of a job; `InputError`: a file that one names does not exist, or is of the wrong kind."""
         from ..generate.files import adapter, input_picture
         from ..generate.receipt import VARIANT
         from ..generate.schedulers import SCHEDULERS
@@ -286,11 +278,7 @@ class InputOptions:
 
 
 def check_offload(how: str, device: str) -> None:
-    """Reject offloading on the CPU.
-
-    Raises:
-        InputError: saying so.
-    """
+    """Reject offloading on the CPU with an `InputError`."""
     if how != "none" and device == "cpu":
         raise InputError(
             f"--offload {how} keeps components out of a GPU's memory, and these ranks run on the CPU; leave it out"

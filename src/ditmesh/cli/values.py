@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
-    """The prompts of the command line, then those of a file, one per line without blank lines.
-
-    Raises:
-        InputError: the file cannot be read, or there is no prompt at all.
-    """
+    """Prompts of the command line, then of a file, one per line; `InputError`: it cannot be read, or there is none."""
     texts = list(prompts or [])
     if file is not None:
         try:
@@ -102,11 +98,7 @@ def read_settings(words: Sequence[str], settings: Mapping[str, Any] | None = Non
 
 
 def parse_config(text: str) -> ParallelConfig:
-    """A configuration from words, ``"ulysses=2 cfg=2 reproducible"``, or from the YAML file of that name.
-
-    Raises:
-        ConfigError: it is neither, or not possible.
-    """
+    """A configuration from words such as ``"ulysses=2 reproducible"``, or a YAML file; `ConfigError`: neither."""
     words = _words(text)
     if not words:
         raise ConfigError(f"the configuration {text!r} is empty; write words such as ulysses=2")
@@ -156,11 +148,7 @@ def embedded_or(
 
 
 def check_planned(model: str) -> None:
-    """Reject a name that is no catalogue model, embedded model, folder or hub id; does not import torch.
-
-    Raises:
-        InputError: naming those that ship.
-    """
+    """Reject, without torch, a name that is no model, folder or hub id: `InputError` names those that ship."""
     from .. import zoo
     from ..generate.model_info import is_hub_id
     from ..memory.catalogue import shapes

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core.group import ExchangeGroup, Group
+from ..core.group import Group
 from ..core.partial_run import exchanged
 from ..core.values import tracked
 from .link import Link
 
 
 def all_to_all(
-    link: ExchangeGroup, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    link: Link, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[list[Tensor]]:
     """`Link.all_to_all`, differentiable: gradients go back to the rank that the tensor came from."""
     if link.size == 1 or not torch.is_grad_enabled() or not any(tracked(*tensors) for tensors in outgoing):
@@ -86,7 +86,7 @@ def sum_of_slices(link: Link, tensor: Tensor) -> Tensor:
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link: ExchangeGroup, counts: list[int], shapes: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, link: Link, counts: list[int], shapes: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         rest = iter(tensors)
         outgoing = [[next(rest) for _ in range(count)] for count in counts]
         ctx.link, ctx.sizes = link, [len(expected) for expected in shapes]

@@ -63,11 +63,7 @@ def _current(device: torch.device | str | None) -> torch.device:
 
 
 def check_ranks(config: ParallelConfig) -> None:
-    """Refuse a configuration of several ranks in a process that has joined no others.
-
-    Raises:
-        ConfigError: with the ways to start ranks.
-    """
+    """Refuse several ranks in a process that has joined no others: `ConfigError` with the ways to start them."""
     if config.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
             f"{config.describe()} is for {config.world_size} ranks, but this process has joined no others; start it "

@@ -238,11 +238,7 @@ class SharedMemory:
         return [whole[p].view(dtype).view(shape) for p, (shape, dtype) in zip(places, specs, strict=True)]
 
     def wait(self, ready: Callable[[], bool], rank: int, timeout: timedelta | None) -> None:
-        """Until another rank has done something.
-
-        Raises:
-            PeerError: the rank has ended or has failed this request, or the deadline has passed.
-        """
+        """Until another rank has done something; `PeerError`: it has ended or failed the request, or is late."""
         if not ready():
             with self.state.waiting():
                 self._wait(ready, rank, timeout)

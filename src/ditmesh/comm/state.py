@@ -84,21 +84,13 @@ class RequestState:
             self.check()
 
     def check(self) -> None:
-        """Refuse while links may not be used.
-
-        Raises:
-            PeerError: the request has failed here, or the mesh is broken.
-        """
+        """Refuse while links may not be used; `PeerError`: the request has failed here, or the mesh is broken."""
         if self.refusal is not None:
             self.reported = True
             raise PeerError(self.refusal)
 
     def report(self) -> None:
-        """Raise another rank's failure, unless this rank has raised it.
-
-        Raises:
-            PeerError: another rank has failed the request.
-        """
+        """Raise another rank's failure of the request as a `PeerError`, unless this rank has raised it."""
         if self.lost and not self.reported:
             self.check()
 

@@ -124,11 +124,7 @@ class CallClock:
         self._listeners.append(listener)
 
     def watch(self, model: nn.Module, timestep: str | None) -> Callable[[], None]:
-        """Count the calls of a transformer, before whatever else is hooked to it so far; returns what stops it.
-
-        Args:
-            timestep: name of its timestep, see `timestep_of`; None: it takes none.
-        """
+        """Count a transformer's calls, before other hooks, by its ``timestep`` (`timestep_of`); returns the undo."""
         names = parameter_names(type(model).forward)
         number, self._models = self._models, self._models + 1
 
@@ -151,13 +147,9 @@ class CallClock:
     def tick(
         self, timestep: Mapping[str, Any], latents: Mapping[str, Any], others: Mapping[str, Any], model: int = 0
     ) -> TransformerCall:
-        """A call of a transformer begins.
+        """A call of a transformer begins: tensors and numbers by path of timestep, first argument and others.
 
-        Args:
-            timestep: tensor or number, by path.
-            latents: the transformer's first argument: its tensors, by path.
-            others: its other tensor and integer arguments, by path.
-            model: number of the transformer in its pipeline.
+        ``model``: number of the transformer in its pipeline.
         """
         if self.call.request < 0:
             self.begin_request()

@@ -136,12 +136,8 @@ def digest_of_parts(
 ) -> bytes:
     """`tensor_digest` of a tensor of which every rank holds another part. Collective; it is put together meanwhile.
 
-    Args:
-        held: this rank's part, plain and strided.
-        shape: of the whole tensor.
-        dim: dimension that is cut.
-        runs: ``(start, stop)`` of what this rank holds of it, in the order of ``held``; no two ranks hold the same.
-        add_up: the sum over all ranks of a tensor of integers.
+    ``held`` is this rank's part: ``runs``, as (start, stop) along ``dim``, of the tensor's ``shape``; no two ranks hold
+    the same. ``add_up`` returns the sum over all ranks of a tensor of integers.
     """
     whole, place = held.detach().new_zeros(shape), 0
     for start, stop in runs:

@@ -77,11 +77,7 @@ def lock_of(file: str | Path) -> IO[str] | None:
 
 
 def digest_of_file(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """SHA-256 of a file's bytes, in hexadecimal; `OSError`: it cannot be read."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -24,13 +24,3 @@ class Group(Protocol):
     def all_gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
         """All ranks' pieces along ``dim``, in rank order, on every rank; see `ditmesh.comm.Link.all_gather`."""
         ...
-
-
-class ExchangeGroup(Group, Protocol):
-    """A group of ranks that also send one another tensors of their own."""
-
-    def all_to_all(
-        self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> list[list[Tensor]]:
-        """All-to-all; see `ditmesh.comm.Link.all_to_all`."""
-        ...

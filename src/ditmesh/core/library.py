@@ -54,11 +54,8 @@ def library_name(value: object) -> str:
 def is_published(model: nn.Module, lists: Iterable[str]) -> bool:
     """True if a model of diffusers computes what its class does in the library.
 
-    Its forward and its blocks are to be those that the file of its class names, and what is inside the blocks
-    (modules, attention processors, forwards) is to come from libraries of layers: torch, peft, quantisers.
-
-    Args:
-        lists: paths of the lists of blocks to look at.
+    Its forward and its blocks, in ``lists``, are to be those that the file of its class names, and what is inside the
+    blocks (modules, attention processors, forwards) is to come from libraries of layers: torch, peft, quantisers.
     """
     kind = library_class(type(model))
     if kind is None or not _is_of_layers(model.forward):

@@ -26,9 +26,6 @@ def files_of(tensors: Iterable[Tensor]) -> list[tuple[str, int] | None]:
 
     None: it is memory of this process, or this process may have written to a page of the mapping (which gives it a page
     of its own), or the file has another name by now, or the system does not say.
-
-    Args:
-        tensors: any; those with values on the host and without gaps can be such pages.
     """
     tensors = list(tensors)
     places: list[tuple[str, int] | None] = [None] * len(tensors)

@@ -7,8 +7,6 @@ addends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 # A node of the tree: the numbers [start, stop) below it.
@@ -44,17 +42,11 @@ class OrderedSum:
         return self.nodes[0, self.count]
 
 
-def nodes_of(numbers: range | set[int], count: int) -> list[Node]:
-    """The largest nodes below which there are only such numbers: what an `OrderedSum` of these addends comes to."""
-    return list(_within(numbers, (0, count)))
-
-
-def _within(numbers: range | set[int], node: Node) -> Iterator[Node]:
+def nodes_of(numbers: range | set[int], node: Node) -> list[Node]:
+    """The largest nodes from ``node`` on with such numbers alone: what an `OrderedSum` of these addends comes to."""
     if all(number in numbers for number in range(*node)):
-        yield node
-    elif node[1] - node[0] > 1:
-        for half in _halves(node):
-            yield from _within(numbers, half)
+        return [node]
+    return [part for half in _halves(node) for part in nodes_of(numbers, half)] if node[1] - node[0] > 1 else []
 
 
 def _halves(node: Node) -> tuple[Node, Node]:

@@ -221,16 +221,8 @@ def even_cut(length: int, parts: int) -> tuple[int, ...]:
 def weighted_cut(length: int, weights: Sequence[float], unit: int = 1) -> tuple[int, ...]:
     """Cut ``length`` into runs in proportion to ``weights``, each at least one unit, cut between units.
 
-    The remainder after rounding down goes to the runs that lost most by it, the first of them on a tie.
-
-    Args:
-        length: of the dimension that is cut.
-        weights: one positive number for every run.
-        unit: runs are multiples of it; the last run also takes what is no whole unit. Ignored when there are
-            fewer units than runs.
-
-    Raises:
-        ConfigError: fewer than one for every run.
+    The remainder after rounding down goes to the runs that lost most by it, the first of them on a tie. The last run
+    also takes what is no whole unit; with fewer units than runs the unit is 1. `ConfigError`: fewer than one a run.
 
     >>> weighted_cut(100, (2, 1), unit=16)
     (64, 36)

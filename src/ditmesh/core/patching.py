@@ -128,11 +128,7 @@ class Patch:
 
 
 def wrap_methods(owner: Any, names: Iterable[str], around: Callable[..., Any]) -> Callable[[], None]:
-    """Put ``around(name, method, *args, **kwargs)`` in the place of methods, those that the object has.
-
-    Returns:
-        What takes it off again.
-    """
+    """Put ``around(name, method, *args, **kwargs)`` in the place of methods that there are; returns the undo."""
     undo = ExitStack()
     for name in names:
         if hasattr(owner, name):

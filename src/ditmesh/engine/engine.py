@@ -57,6 +57,8 @@ class Engine:
         self.config, self.mesh = config, mesh
         self.models = [ParallelModel(m, layout, f"{n}." if several else "") for n, (m, layout) in enumerate(models)]
         self.context = Context(config, mesh, self.models)
+        # Counts the calls of the transformers.
+        self.clock: CallClock = self.context.clock
         # The ranks that share a request.
         self._shared = self.context.mesh
         self.strategies = [strategy(self.context) for strategy in wanted(recipe, config)]
@@ -288,11 +290,6 @@ class Engine:
     def notes(self) -> list[str]:
         """The strategies' messages to the user about the latest request, in sentences."""
         return [note for strategy in self.strategies for note in strategy.notes()]
-
-    @property
-    def clock(self) -> CallClock:
-        """Counts the calls of the transformers."""
-        return self.context.clock
 
     @property
     def control(self) -> WarmupControl | None:

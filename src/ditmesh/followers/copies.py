@@ -112,11 +112,7 @@ _Contents = list[dict[tuple[str, str], Any]]
 
 
 class CopiedModule:
-    """The side of a copied module's own process.
-
-    Args:
-        module: it is copied as it is now, before anything is put on it that is to stay here.
-    """
+    """The side of a copied module's own process; it is copied before anything that is to stay here is put on it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -141,12 +137,8 @@ class CopiedModule:
     def changes(self, read: bool = True, rewritten: Collection[str] = ()) -> list[ModuleChange]:
         """The state of the module that the copies do not have.
 
-        Args:
-            read: compare the content of every tensor; otherwise of those that show a change, and of ``rewritten``.
-            rewritten: names of parameters.
-
-        Raises:
-            InputError: something has changed that cannot be changed on a copy; it is named.
+        ``read``: compare the content of every tensor; else of those that show a change, and of the ``rewritten``.
+        `InputError`: something has changed that cannot be changed on a copy; it is named.
         """
         self._check()
         return self._differences(read, rewritten)

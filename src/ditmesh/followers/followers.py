@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,6 @@ from .copies import CopiedModule, ModuleChange, apply_changes, take_off_hooks
 from .messages import pack_call, take_call
 from .objects import Parcel, open_parcel, pack_parcel
 from .processes import HostedRanks
-
-if TYPE_CHECKING:
-    from typing import Self
 
 T = TypeVar("T")
 
@@ -87,6 +84,8 @@ class Followers:
             first, count = torch.cuda.current_device(), torch.cuda.device_count()
             gpus = [(first + place) % count for place in range(devices)]
         self._pool = HostedRanks(devices, device, threads, gpus)
+        # This process included; the type of the ranks' devices.
+        self.world_size, self.device = self._pool.world_size, self._pool.device
         self.timeout = timeout
         # One thread at a time has the ranks.
         self.turn = threading.RLock()
@@ -102,16 +101,6 @@ class Followers:
         except BaseException:
             self._pool.close()
             raise
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks, this process included."""
-        return self._pool.world_size
-
-    @property
-    def device(self) -> str:
-        """Type of the ranks' devices."""
-        return self._pool.device
 
     @property
     def pids(self) -> list[int]:
@@ -199,9 +188,7 @@ class Followers:
     def both(self, here: Callable[[], T], fn: Callable[..., Any], *args: Any) -> list[tuple[Any, T]]:
         """The result of every other rank, each with the result of this one.
 
-        Raises:
-            Exception: of this rank, or, if it came first, of another rank.
-            RankFailed: a rank was lost.
+        Raises the exception of this rank or, if it came first, of another; `RankFailed`: a rank was lost.
         """
         self.refuse_inherited()
         with self.turn:
@@ -285,12 +272,8 @@ class FollowedModule(ABC):
     def update(self, rewritten: Collection[str] = (), read: bool = True) -> None:
         """Bring the copies to the module's present state. Calls do this by themselves.
 
-        Args:
-            rewritten: names of parameters to compare by content in any case.
-            read: compare all by content; otherwise what shows that it has changed.
-
-        Raises:
-            InputError: something has changed that copies cannot be given; it is named.
+        All tensors are compared by content; without ``read`` those that show a change, and parameters ``rewritten``.
+        `InputError`: something has changed that copies cannot be given; it is named.
         """
         if not (changes := self._copied.changes(read, rewritten)):
             return
@@ -318,17 +301,13 @@ class FollowedModule(ABC):
     ) -> Any:
         """Make one call on all ranks; a part of a call that runs is made here alone.
 
-        Args:
-            proceed: the module's own call.
-            args, kwargs: of this process.
-            for_others: the arguments of the other ranks, where they differ.
-            rewritten: names of parameters to compare by content also in the middle of a run.
+        ``proceed`` is the module's own call, ``for_others`` the other ranks' arguments, where they differ; ``rewritten``
+        names parameters to compare by content also in the middle of a run.
 
         Raises:
             InputError: the module is being trained, or has changed in a way that copies cannot be given; an argument
                 cannot be sent; or another thread is in such a call.
-            Exception: whatever the call raises, here or, if it was first, on another rank.
-            RankFailed: a rank was lost; the ranks have ended.
+            Exception: whatever the call raises, here or, if it was first, on another rank; `RankFailed`: one was lost.
         """
         if self.inside:
             return proceed(*args, **kwargs)
@@ -464,11 +443,7 @@ class FollowedModel(FollowedModule):
             self._put_back = put_aside(self.module.modules())
 
     def wake(self) -> None:
-        """Undo `sleep`.
-
-        Raises:
-            InputError: a patched attribute was replaced meanwhile.
-        """
+        """Undo `sleep`; `InputError`: a patched attribute was replaced meanwhile."""
         if self._asleep is not None:
             self._put_back()
             self._asleep.close()

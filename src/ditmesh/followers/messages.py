@@ -48,14 +48,9 @@ class NumberedTensors:
 
 
 def dumped(value: Any, stand_in: Callable[[Any], Any]) -> bytes:
-    """Pickle a value. Functions without a name elsewhere go by value.
+    """Pickle a value; functions without a name elsewhere go by value. Raises whatever pickling raises.
 
-    Args:
-        value: to be pickled.
-        stand_in: what is pickled in an object's place, for `loaded`; None: the object itself.
-
-    Raises:
-        Exception: whatever pickling raises.
+    ``stand_in`` returns what is pickled in an object's place, for `loaded`; None: the object itself.
     """
     import cloudpickle
 

@@ -64,14 +64,12 @@ def pack_parcel(
     """An object for other processes of this machine, which `open_parcel` it within the ``with`` block.
 
     Args:
-        value: anything that can be pickled, modules with all their weights included.
         device: type of the device of the ranks; tensors on one come to be on each rank's own.
         modules: numbers of modules that the others have, by id.
         moved: the tensors of this process move into the memory that the others map, one after the other; those that are
             pages of a file stay there, and are opened there. Without it they stay as they are, and all are copied.
 
-    Raises:
-        InputError: it cannot be pickled.
+    `InputError`: it cannot be pickled.
     """
     tensors, known = NumberedTensors(), modules or {}
 
@@ -126,12 +124,9 @@ def _opened(tensor: Tensor) -> Any:
 
 
 def open_parcel(parcel: Parcel, device: torch.device, modules: Sequence[nn.Module] = ()) -> Any:
-    """The object of a parcel of another process of this machine.
+    """The object of a parcel of another process of this machine, within the ``with`` block of its `pack_parcel`.
 
-    Args:
-        parcel: what `pack_parcel` yields; its ``with`` block must still be open.
-        device: where tensors go that belong on a rank's own.
-        modules: that stand in the parcel as numbers.
+    ``device`` is where tensors go that belong on a rank's own; ``modules`` stand in the parcel as numbers.
     """
     used = {place.file for place in parcel.places if place.start is not None}
     memory = {number: map_place(parcel.files[number]) for number in used if parcel.files[number].size}

@@ -82,7 +82,7 @@ class HostedRanks(RankPool):
         super().__init__(world_size, device, threads, MEET_SECONDS, preload, gpus, import_main=False)
         self._left = False
         use_loopback()
-        meeting = f"rendezvous-{self._meetings}"
+        meeting = f"rendezvous-{self.generation}"
         joined: HostedCall[None] = HostedCall()
         others = self._beside(self._join_anew, lambda: joined.take(lambda: join_group(self._settings[0], meeting)))
         if joined.error is not None or not others:
@@ -93,14 +93,10 @@ class HostedRanks(RankPool):
             ) from joined.error
 
     def together(self, here: Callable[[], T], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> HostedCall[T]:
-        """Call ``fn(*args, **kwargs)`` on every other rank, and ``here()`` in this thread at the same time.
+        """Call ``fn(*args, **kwargs)`` on every other rank, and ``here()`` in this thread: what both have returned.
 
-        Returns:
-            What both have returned; what ``here`` has raised is no failure of the ranks.
-
-        Raises:
-            RankFailed: another rank has raised, or died; the ranks have ended.
-            ConfigError: the ranks are closed.
+        What ``here`` raises is no failure of the ranks. `RankFailed`: another rank has raised, or died; the ranks have
+        ended. `ConfigError`: they are closed.
         """
         done: HostedCall[T] = HostedCall()
         done.others = self._beside(lambda: self.run(fn, *args, **kwargs), lambda: done.take(here))

@@ -67,11 +67,7 @@ class MemoryFile:
 
 
 def map_place(place: Place) -> Tensor:
-    """A private view of a file or of another process's `MemoryFile`: (size,) uint8, unmapped when nothing has it.
-
-    Raises:
-        OSError: it is not there, or another one under its name.
-    """
+    """A private view of a file or a `MemoryFile`: (size,) uint8, unmapped with its last user; `OSError`: changed."""
     path = place.file if isinstance(place.file, str) else f"/proc/{place.process}/fd/{place.file}"
     number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:

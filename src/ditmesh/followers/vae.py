@@ -47,14 +47,7 @@ class FollowedVae(FollowedModule):
     def call(self, name: str, given: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The result of ``decode`` or ``encode`` on all ranks, whole; or `NotBanded`, the reason why not in bands.
 
-        Args:
-            name: of the two.
-            given: latents or pixels, (batch, channels, [frames,] height, width).
-            args, kwargs: further arguments.
-
-        Raises:
-            Exception: whatever the call raises, here or on another rank.
-            RankFailed: a rank was lost; the ranks have ended.
+        ``given``: latents or pixels, (batch, channels, [frames,] height, width). Raises as `call_on_all`.
         """
         if given.dim() not in (4, 5):
             return NotBanded("what it is given is no image and no video")

@@ -422,11 +422,7 @@ def load_controlnet(files: Iterable[InputFile], options: Mapping[str, Any]) -> d
 
 
 def load_adapters(pipe: Any, files: Iterable[InputFile]) -> dict[str, str]:
-    """Load LoRA and IP-Adapters into a pipeline, with their scales.
-
-    Returns:
-        Notes on files of which a part is left out, by path.
-    """
+    """Load LoRA and IP-Adapters with their scales; returns notes on files that are left out in part, by path."""
     names: dict[str, float] = {}
     notes: dict[str, str] = {}
     for file in files:

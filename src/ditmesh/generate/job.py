@@ -256,7 +256,7 @@ def check_layout(model: ModelInfo) -> None:
     A class that the support table does not know is probed here, with two blocks and random weights.
     """
     if model.transformer_class not in support.support_table():
-        from ..layout.describe import layout_of_class
+        from ..layout.probe import layout_of_class
 
         layout_of_class(model.transformer_class, model.transformer)
 

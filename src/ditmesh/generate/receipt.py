@@ -169,11 +169,7 @@ def holds_receipt(path: str | Path) -> bool:
 
 
 def read_receipt(path: str | Path) -> Receipt:
-    """The receipt inside a PNG or MP4.
-
-    Raises:
-        InputError: the file cannot be read, is neither, or holds no (valid) receipt.
-    """
+    """The receipt inside a PNG or MP4; `InputError`: the file cannot be read, is neither, or has no valid one."""
     texts = _texts(Path(path))
     if PNG_KEYWORD not in texts:
         raise InputError(

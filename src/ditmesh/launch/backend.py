@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, Self
 
 from .devices import DeviceKind
-
-if TYPE_CHECKING:
-    from typing import Self
 
 MessageSink = Callable[[Any], None]
 OnMessage = Callable[[int, Any], None]

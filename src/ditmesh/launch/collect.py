@@ -19,11 +19,7 @@ CAUSE_SECONDS = 2.0
 
 
 class Collector:
-    """Collects one answer of every rank, or failures, from messages that the owner passes on; no process, no clock.
-
-    Attributes:
-        answers, failed: by rank.
-    """
+    """Collects one answer or failure of every rank from messages that the owner passes on; no process, no clock."""
 
     def __init__(
         self,
@@ -114,9 +110,9 @@ class StayingRanks(Conversing):
     timeout: float
     # Whether ranks import the program's main module.
     imports_main = False
-    # Why the ranks are closed; how often they have joined a process group.
+    # Why the ranks are closed; how often they have joined a process group: groups of an earlier generation are invalid.
     _closed: str | None = None
-    _meetings: int = 0
+    generation: int = 0
     # The first rank that answers calls.
     _first = 0
 
@@ -136,11 +132,6 @@ class StayingRanks(Conversing):
     def reason(self) -> str:
         """The reason why the ranks are closed; empty while they are open."""
         return self._closed or ""
-
-    @property
-    def generation(self) -> int:
-        """The number of process groups that the ranks have joined; groups of an earlier generation are invalid."""
-        return self._meetings
 
     def run(
         self,

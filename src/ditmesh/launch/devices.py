@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import ConfigError
-from .nccl import watch_nccl
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +20,10 @@ DeviceKind = Literal["cpu", "cuda"]
 
 # Seconds: more than any caller waits, and less than what clocks overflow at.
 ENDLESS_SECONDS = 1e9
+# Seconds: torch's own for a watchdog that hangs itself, in a call of CUDA or NCCL that does not return.
+HEARTBEAT = 480
+# Collectives that the flight recorder remembers of every rank.
+RECORDED = 2000
 
 
 def resolve_device(device: DeviceChoice, world_size: int) -> DeviceKind:
@@ -113,6 +116,32 @@ def interface_of(address: str) -> str | None:
 
     every = psutil.net_if_addrs().items()
     return next((name for name, those in every if any(one.address == address for one in those)), None)
+
+
+def nccl_settings(timeout: float) -> dict[str, str]:
+    """Variables for ranks with a deadline of ``timeout`` seconds: torch's watchdog over NCCL, and NCCL's order.
+
+    torch and NCCL read them before the first NCCL group of a process; deadlines themselves are the group's ``timeout``.
+    """
+    return {
+        # A collective that fails or is late ends the process: NCCL cannot go on, and its launcher names the rank.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        # A thread ends the process when its watchdog has said nothing for this long: it hangs itself.
+        "TORCH_NCCL_ENABLE_MONITORING": "1",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(60, min(HEARTBEAT, round(timeout)))),
+        # The last collectives of every rank are written to a file when one is late; see docs/hosts.md.
+        # Later torch calls it TORCH_FR_BUFFER_SIZE too, and looks at that first, which the user may have set.
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(RECORDED),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        # Kernels of several groups wait for one another's on the GPU: NCCL (2.26) starts them in the host's order.
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    }
+
+
+def watch_nccl(timeout: float) -> None:
+    """Set them for this process, where the user has not."""
+    for name, value in nccl_settings(timeout).items():
+        os.environ.setdefault(name, value)
 
 
 def join_default_group(

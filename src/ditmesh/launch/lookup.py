@@ -46,11 +46,7 @@ def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any)
 
 
 def device_of_launcher(name: str | None, device: DeviceChoice, world_size: int) -> DeviceKind:
-    """The device type of ``world_size`` ranks of a launcher, on this machine or its cluster.
-
-    Raises:
-        ConfigError: the devices are not there.
-    """
+    """The device type of a launcher's ranks, here or on its cluster; `ConfigError`: there are too few."""
     if _named(name) == "ray":
         from .ray import device_of_cluster
 

@@ -121,7 +121,7 @@ class RankPool(StayingRanks):
         self._channels: dict[int, OwnerChannel] = {}
         self._settings: list[rank_.RankSettings] = []
         # How often the ranks have joined a process group.
-        self._meetings = 1
+        self.generation = 1
         self._resources = contextlib.ExitStack()
         self._folder = Path(self._resources.enter_context(guarded_folder("ditmesh-")))
         # Registered after multiprocessing's own exit handler, so it runs before that one waits for the ranks.
@@ -183,7 +183,6 @@ class RankPool(StayingRanks):
         return [process.pid for process in self._processes.values()]
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """See `StayingRanks.run`."""
         self.refuse_inherited()
         return super().run(fn, *args, **kwargs)
 
@@ -276,8 +275,8 @@ class RankPool(StayingRanks):
 
     def _join_anew(self) -> bool:
         """Let the ranks join a new process group: in the old one an unread message may be left."""
-        name = f"rendezvous-{self._meetings}"
-        self._meetings += 1
+        name = f"rendezvous-{self.generation}"
+        self.generation += 1
         try:
             for rank, channel in self._channels.items():
                 channel.send(encode((rank_.join_group, (self._settings[rank], name), {}, False)))

@@ -145,7 +145,7 @@ class RayRanks(StayingRanks):
         alone = len(set(self._addresses)) == 1
         address = "127.0.0.1" if alone else self._addresses[0]
         port = self._all([self._actors[0].meet.remote(address)], "open a port")[0]
-        self._meetings += 1
+        self.generation += 1
         self._all(
             [
                 actor.join.remote(rank, self.world_size, self.device, self.timeout, address, port, alone)
@@ -329,11 +329,7 @@ _CONNECTING = threading.Lock()
 
 
 def connected() -> Any:
-    """Ray, in a cluster that this program has joined; it is left at the program's end.
-
-    Raises:
-        ConfigError: Ray is not installed, or the cluster of ``RAY_ADDRESS`` does not answer.
-    """
+    """Ray, in a cluster that this program has joined till its end; `ConfigError`: not installed, or no answer."""
     try:
         import ray
         import ray.util

@@ -96,11 +96,7 @@ class Conventions:
         return Size(4, 4, 5, frames=self.entry("video_length") or (2 if self.way.form in ("bcfhw", "bfchw") else 1))
 
     def inputs(self, size: Size) -> dict[str, Any]:
-        """Arguments by name, the same for the same size.
-
-        Raises:
-            LayoutError: the model wants an argument, or one wants an entry of the config, that is not there.
-        """
+        """Arguments by name, the same for a size; `LayoutError`: one or its entry of the config cannot be made."""
         self.size, self.generator, values = size, torch.Generator().manual_seed(0), dict[str, Any]()
         for name, parameter in self.parameters.items():
             # Random ones in the order in which they are asked for.

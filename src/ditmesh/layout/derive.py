@@ -332,11 +332,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def derive_anew(model: nn.Module, lists: Sequence[str], call: Mapping[str, Any]) -> TokenLayout:
-    """The layout of a call of a model that runs in parallel already, with blocks of these lists; see `derive_layout`.
-
-    Raises:
-        LayoutError: also if other lists carry the tokens.
-    """
+    """`derive_layout` for a model that runs in parallel; `LayoutError` also if other lists carry the tokens."""
     with without_hooks(model):
         layout = derive_layout(model, call, lists=lists)[1]
     found = [region.blocks for region in layout.regions]

@@ -146,11 +146,7 @@ class RecordedBlock:
         self._random = torch.Generator().manual_seed(0)
 
     def fresh(self, folds: tuple[Fold, ...] = ()) -> RecordedBlock:
-        """The same run of the block, of which nothing is known yet, with its arguments folded.
-
-        Raises:
-            LayoutError: so it computes something else.
-        """
+        """The same run, of which nothing is known yet, with folded arguments; `LayoutError`: it computes otherwise."""
         arguments, output, folding = self.arguments.copy(), self._output, Folding(folds) if folds else None
         if folding is not None:
             folding.fold(arguments)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import DitmeshError, LayoutError, first_line
 from .conventions import CallVariant, Conventions, call_variants
-from .describe import meta_model
+from .probe import meta_model
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 # Exceptions of models that read values, or that are called with unexpected arguments.
@@ -54,11 +54,7 @@ class WithoutValues(TorchFunctionMode):
 
 
 def by_any_call(model: nn.Module, dtype: torch.dtype, run: Callable[[Conventions], Result]) -> Result:
-    """The result of a walk in the first form of call with which the model runs without values.
-
-    Raises:
-        LayoutError: there is none; names the reason of the likeliest.
-    """
+    """A walk's result in the first form of call that runs without values; `LayoutError`: the likeliest reason."""
     reasons: list[str] = []
     for way in sorted(call_variants(model), key=lambda way: (way != VARIANTS.get(model), way.optional)):
         with fake_weights(model, dtype):

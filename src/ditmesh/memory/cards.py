@@ -35,11 +35,7 @@ def parts() -> dict[str, Any]:
 
 
 def card(name: str) -> Card:
-    """A device of the table.
-
-    Raises:
-        InputError: it is not there; names those that are.
-    """
+    """A device of the table; `InputError` names those that are there, if it is none of them."""
     entry = device_entry(name)
     runtime = entry.get("runtime", parts()["shares"]["runtime"])
     return Card(key_of(name), float(entry["memory"]), float(runtime))

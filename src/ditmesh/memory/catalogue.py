@@ -46,11 +46,7 @@ class Shape:
     encoders: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
 
     def check_frames(self, frames: int) -> None:
-        """Reject frames for an image model, and a number that the VAE would round.
-
-        Raises:
-            InputError: naming the option, or the nearest possible numbers.
-        """
+        """Reject frames for an image model, and a number that the VAE would round: `InputError` with the nearest."""
         if self.num_frames == 1:
             raise InputError(f"--frames {frames}: {self.name} makes images; leave --frames out")
         if (frames - 1) % self.frames:
@@ -60,11 +56,7 @@ class Shape:
             )
 
     def token_grid(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
-        """Image tokens of an image or video along time, height and width.
-
-        Raises:
-            InputError: the size is no multiple of what a token covers.
-        """
+        """Image tokens along time, height and width; `InputError`: the size is no multiple of what a token covers."""
         if width % self.pixels or height % self.pixels:
             raise InputError(
                 f"size {width}x{height}: {self.name} needs multiples of {self.pixels}; use "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,10 +13,12 @@ import torch
 from ..config import ParallelConfig
 from ..errors import InputError
 from ..layout import known_models
-from ..layout.describe import meta_model
+from ..layout.conventions import Size
+from ..layout.probe import meta_model
+from ..layout.without_values import model_on_meta
 from ..request import Offload
+from ..strategies.ahead import found_ahead_of, usually_ahead
 from ..strategies.pipefusion.stages import first_cut, kinds_of, stage_of
-from .ahead import computed_ahead
 from .cache import Needs, kept
 from .sizes import Workload
 from .walk import decode, denoise, key_bytes, largest_layer, walk_encoder
@@ -141,6 +144,31 @@ def needs(
             phases.append(Phase("decode", pixels, vae.activations, dit.kept, process))
         stages.append(RankNeeds(stage, config.world_size // config.pipe, tuple(phases)))
     return stages
+
+
+@kept
+def computed_ahead(
+    transformer: str,
+    settings: Mapping[str, Any],
+    tensor: int,
+    workload: Workload,
+    dtype: torch.dtype,
+    in_pieces: bool = False,
+) -> Needs:
+    """Bytes of one of ``tensor`` ranks: `weights` of the modules whose values are computed ahead, `kept` for these.
+
+    Args:
+        workload: of a rank; values are kept for all of its steps.
+        in_pieces: ranks share the others in pieces, and modules that go ahead in this request alone are among these.
+
+    Raises: as `denoise`.
+    """
+    model = model_on_meta(transformer, json.dumps(settings, default=str))
+    batch, calls = workload.calls(workload.pictures, workload.branches)
+    size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
+    ahead = found_ahead_of(model, size, workload.steps, dtype)
+    most = usually_ahead(transformer, settings, dtype).weights if in_pieces else ahead.weights
+    return Needs(min(ahead.weights, most) / tensor, 0.0, calls * ahead.values)
 
 
 def _ahead(components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype) -> Needs:

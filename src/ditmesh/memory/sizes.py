@@ -105,11 +105,7 @@ def workload_of(
 
 
 def check_frames(info: ModelInfo, frames: int) -> None:
-    """Reject frames for an image pipeline, and a number that the VAE would round.
-
-    Raises:
-        InputError: naming the option, or the nearest possible numbers.
-    """
+    """Reject frames for an image pipeline, and a number that the VAE would round: `InputError` with the nearest."""
     if (given := parameters_of(info.pipeline_class)) and not {*FRAMES, "video"} & given.keys():
         raise InputError(f"--frames {frames}: {info.pipeline_class} makes images; leave --frames out")
     info.check_frames(frames)

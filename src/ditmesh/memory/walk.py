@@ -26,7 +26,7 @@ from ..engine import Engine
 from ..errors import LayoutError, first_line
 from ..layout import TokenLayout
 from ..layout.conventions import Conventions, Size
-from ..layout.describe import meta_model
+from ..layout.probe import meta_model
 from ..layout.without_values import (
     FAILURES,
     WithoutValues,
@@ -47,7 +47,7 @@ from .sizes import Workload
 
 # Steps of a stale strategy that are looked at: a synchronous one, one that uses its keys, one that overwrites them.
 WALKED_STEPS = 3
-# What is computed ahead needs a scheduler; `memory.ahead` counts it, and here it decides what is in pieces.
+# What is computed ahead needs a scheduler; `phases` counts it, and here it decides what is in pieces.
 WALKED: Recipe = tuple(strategy for strategy in RECIPE if strategy is not PRECOMPUTED)
 
 
@@ -59,11 +59,7 @@ def denoise(
     workload: Workload,
     dtype: torch.dtype,
 ) -> Needs:
-    """A denoising step of one rank that has all blocks of a transformer; ``config`` is without stages and patches.
-
-    Raises:
-        LayoutError: the transformer cannot run without values.
-    """
+    """A denoising step of a rank that has all blocks, without patches; `LayoutError`: it needs values."""
     if not workload.batched and config.cfg > 1:
         # Every rank has a branch of its own.
         workload = replace(workload, branches=-(-workload.branches // config.cfg))
@@ -268,11 +264,7 @@ def largest_layer(kind: str, settings: Mapping[str, Any], dtype: torch.dtype) ->
 
 
 def encoder_on_meta(kind: str, settings: Mapping[str, Any]) -> Any:
-    """A text encoder without values, of a class of transformers and its configuration.
-
-    Raises:
-        LayoutError: transformers has no such class.
-    """
+    """A text encoder without values, of its class and configuration; `LayoutError`: there is no such class."""
     import transformers
 
     cls: Any = getattr(transformers, kind, None)

@@ -49,7 +49,7 @@ class Bands:
     """
 
     def __init__(self, link: Link, rules: Mapping[Any, BandRule], functions: Mapping[str, Callable[..., Any]]) -> None:
-        self.link, self.rules, self.functions = link, rules, functions
+        self.link, self.rank, self.rules, self.functions = link, link.rank, rules, functions
         # How often an operation was computed on whole tensors, by its name.
         self.whole: Counter[str] = Counter()
         # Whole copies that stand for views, and how often they had been written to.
@@ -69,11 +69,6 @@ class Bands:
         lent, self._lent = self._lent, []
         if any(view._version != version for view, version in lent):
             raise UncuttableOperation("something was written to a view of rows for which there is no rule")
-
-    @property
-    def rank(self) -> int:
-        """This rank's place among them."""
-        return self.link.rank
 
     def cut(self, whole: Tensor, dim: int, rows: tuple[int, ...]) -> Banded:
         """This rank's rows of a tensor that every rank has."""

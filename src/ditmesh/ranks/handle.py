@@ -9,7 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from ..config import ParallelConfig
 from ..engine import ConfigLike
@@ -21,9 +21,6 @@ from ..launch.failures import Failure, rank_failed
 from ..launch.messages import encode_call
 from .pipeline import RemoteCall, RemotePipeline
 from .rank import free, load_named_pipeline, outcome
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class Ranks:

@@ -9,7 +9,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,6 @@ from ..launch.failures import Failure, of_exception
 from ..launch.messages import RankChannel, encode
 from ..parts.part import whole_of
 
-if TYPE_CHECKING:
-    from typing import Self
-
 # Loaded pipelines by key, kept between calls.
 _pipelines: dict[str, Any] = {}
 
@@ -39,11 +36,7 @@ class CallInterrupted(PeerError):
 
 
 class SentArguments:
-    """Arguments of a call: tensors on the CPU, generators, which pickling keeps apart, and the default one's state.
-
-    Attributes:
-        generators: those that come back advanced.
-    """
+    """A call's arguments: tensors on the CPU; ``generators``, which come back advanced; the default one's state."""
 
     def __init__(self, content: Any) -> None:
         self._content = tree_map(lambda value: value.detach().cpu() if isinstance(value, Tensor) else value, content)

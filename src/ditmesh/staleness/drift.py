@@ -63,14 +63,10 @@ class DriftMonitor:
     def observe(
         self, block: int, key: Hashable, step: int, tensors: tuple[Tensor, ...], dim: int, share: float | None = None
     ) -> None:
-        """Compare tensors of a step with those of the same ``key`` in the step before.
+        """Compare tensors of a step, such as a rank's K and V, with those of the same ``key`` in the step before.
 
-        Args:
-            key: what the tensors are: branch, block, attention call.
-            tensors: of one shape, for example a rank's own K and V.
-            dim: their token dimension; `SAMPLED_TOKENS` evenly spaced tokens are looked at.
-            share: of those who use the tensors of the step before moved on by a share of their latest change: the share
-                in this step, which may be 0; they are compared with these. None: never moved on.
+        ``dim``: their token dimension; `SAMPLED_TOKENS` evenly spaced tokens are looked at. ``share``: where a stale
+        step uses tensors moved on by a share of their latest change, that share, or 0: they are compared with those.
         """
         if not self.active:
             return

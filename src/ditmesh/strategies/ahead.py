@@ -16,7 +16,7 @@ from ..core.alive import manual_collection
 from ..core.clock import TIMESTEPS
 from ..errors import DitmeshError
 from ..layout.conventions import Conventions, Size
-from ..layout.describe import meta_model
+from ..layout.probe import meta_model
 from ..layout.without_values import WithoutValues, by_any_call
 from .precomputed import Ahead, found_ahead
 

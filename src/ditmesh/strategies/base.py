@@ -159,11 +159,7 @@ class Strategy:
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
-        """Reject unsupported settings, before any rank begins and alike on all; weights may be on the meta device.
-
-        Raises:
-            ConfigError: naming the model, the value and the way out.
-        """
+        """Reject unsupported settings before any rank begins: `ConfigError` with model, value and way out."""
 
     def prepare(self, pipe: Any) -> None:
         """Look at a pipeline (None: bare transformers) before any strategy has changed anything."""
@@ -191,11 +187,7 @@ class Strategy:
         """A transformer is called outside of any request of its pipeline: `InputError` if the result would be wrong."""
 
     def before_training(self, model: nn.Module, arguments: Arguments) -> None:
-        """A transformer is called, on all ranks alike, and gradients are to pass through it.
-
-        Raises:
-            ConfigError: none can; `InputError`: they would not be right with these arguments.
-        """
+        """Gradients are to pass through a call: `ConfigError` if none can, `InputError` if they would be wrong."""
         if self.no_gradient:
             raise ConfigError(
                 f"{self.context.config.describe()} cannot be trained: {self.no_gradient}; call the model under "

@@ -21,11 +21,7 @@ from .base import Strategy
 
 
 def compile_blocks(model: nn.Module, layout: TokenLayout, backend: str) -> Callable[[], None]:
-    """Compile the forward of every block of the layout's lists, each as one full graph; returns the undo.
-
-    Raises:
-        InputError: torch has no such backend, or inductor is to record CUDA graphs.
-    """
+    """Compile each block of the layout's lists as one graph; returns the undo. `InputError`: no such backend."""
     if backend == "inductor":
         from torch._inductor import config
 

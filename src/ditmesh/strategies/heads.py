@@ -28,12 +28,9 @@ def heads_of(model: nn.Module, layout: TokenLayout | None = None) -> int | None:
 
 
 def check_heads(config: ParallelConfig, heads: int | None, model: str) -> None:
-    """Reject more tensor ranks than heads, and more Ulysses ranks than a tensor rank has heads.
+    """Reject more tensor ranks than heads, and more Ulysses ranks than a tensor rank has: `ConfigError`.
 
     Does nothing when the number of heads is not known; the first attention call checks again.
-
-    Raises:
-        ConfigError: naming both and the way out.
     """
     if heads is None:
         return

@@ -125,11 +125,7 @@ class AgreedInputs:
     # --- comparing -------------------------------------------------------------------------------------------
 
     def compare(self, link: Link, given: Mapping[str, Any] | None = None) -> list[_Digests]:
-        """Every rank's digests of its pipeline, and of the arguments ``given`` by name. Collective over any link.
-
-        Raises:
-            InputError: on all ranks alike; the pipelines differ, or a rank's cannot be compared.
-        """
+        """Every rank's digests of pipeline and arguments; `InputError` on all if pipelines differ. Collective."""
         sections, own = self._own(given)
         every: list[_Digests] = link.all_gather_object(own)
         ranked = zip(link.ranks, every, strict=True)

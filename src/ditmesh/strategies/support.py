@@ -42,13 +42,9 @@ def support_table() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 
 
 def check_tested(model: str, config: ParallelConfig, recipe: Recipe, published: bool = True) -> None:
-    """Reject combinations that are known to be wrong, and warn about untested ones.
+    """Reject combinations that the parity matrix found wrong for a class (`ConfigError`), and warn of untested ones.
 
-    Args:
-        model: name of the transformer's class; ``published``: whether it is diffusers' class, as it was tested.
-
-    Raises:
-        ConfigError: the parity matrix found a wrong result for this class and combination.
+    ``published``: whether it is diffusers' class, as it was tested.
     """
     key = combination(config, recipe)
     if not key:

@@ -160,14 +160,11 @@ def for_each(value: Tensor, runs: tuple[range, ...], link: Link) -> list[Tensor]
 def summed(mine: OrderedSum, runs: Sequence[range | set[int]], link: Link, like: Tensor) -> Tensor:
     """The whole sum on every rank of a link. Collective.
 
-    Args:
-        mine: this rank's addends, those with the numbers ``runs[link.rank]``; it may have none.
-        runs: the numbers of every rank's addends.
-        like: of the shape and dtype of an addend.
+    ``mine`` has this rank's addends, with the numbers ``runs[link.rank]``, perhaps none, of the form of ``like``.
     """
     if link.size == 1:
         return mine.total
-    nodes = [nodes_of(run, mine.count) for run in runs]
+    nodes = [nodes_of(run, (0, mine.count)) for run in runs]
     outgoing = [mine.nodes[node].contiguous() for node in nodes[link.rank]] or [like.new_empty(0)]
     shapes = [[tuple(like.shape)] * len(each) or [(0,)] for each in nodes]
     total = OrderedSum(mine.count)

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..comm import Link
 from ..comm.autograd import all_gather, all_to_all
 from ..core import intercept
 from ..core.arguments import Arguments, parameter_names
-from ..core.group import ExchangeGroup, Group
+from ..core.group import Group
 from ..core.library import library_name
 from ..core.partition import Partition
 from ..core.patching import Patch
@@ -28,7 +29,7 @@ from ..layout import Leaf
 MixerRule = Callable[..., Callable[[], None]]
 
 
-def conv_rows(module: nn.Module, link: ExchangeGroup, what: str, processor: str = "") -> Callable[[], None]:
+def conv_rows(module: nn.Module, link: Link, what: str, processor: str = "") -> Callable[[], None]:
     """A 2-D convolution over a grid (B, C, rows, columns) that is cut between rows.
 
     Each rank lends its neighbours as many rows as the kernel reaches over the edge (the halo), computes with theirs,
@@ -75,7 +76,7 @@ def conv_rows(module: nn.Module, link: ExchangeGroup, what: str, processor: str 
     return undo.close
 
 
-def linear_attention(module: nn.Module, link: ExchangeGroup, what: str, processor: str = "") -> Callable[[], None]:
+def linear_attention(module: nn.Module, link: Link, what: str, processor: str = "") -> Callable[[], None]:
     """Attention with the kernel relu(q) relu(k)ᵀ instead of a softmax, over tokens on several ranks.
 
     Katharopoulos et al. 2020, arXiv:2006.16236, equation 6: queries meet all keys and values through the state
@@ -106,7 +107,7 @@ def linear_attention(module: nn.Module, link: ExchangeGroup, what: str, processo
 class _LinearAttention:
     """Processor of a diffusers `Attention` module: linear self-attention over all ranks' tokens."""
 
-    def __init__(self, link: ExchangeGroup) -> None:
+    def __init__(self, link: Link) -> None:
         self.link = link
 
     def __call__(

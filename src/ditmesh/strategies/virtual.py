@@ -39,12 +39,8 @@ def run_together(
 ) -> list[T]:
     """The results of every function of ``runs``, each called as a coroutine, whose questions are answered together.
 
-    Args:
-        meet: takes the questions of all runs, in order, and returns the answers.
-        enter: is called with a run's place whenever it begins or goes on.
-
-    Raises:
-        LayoutError: some runs asked and others returned.
+    ``meet`` takes the questions of all runs, in order, and returns the answers; ``enter`` is called with a run's place
+    whenever it begins or goes on. `LayoutError`: some runs asked and others returned.
     """
     lets = [greenlet(run) for run in runs]
     for let in lets:

@@ -19,7 +19,7 @@ from torch import nn
 from ..comm.objects import broadcast_object, gather_objects
 from ..errors import DitmeshError, InputError
 from ..generate.model_info import ModelInfo, find_model
-from ..layout.describe import meta_model
+from ..layout.probe import meta_model
 from ..memory.available import free_memory
 from ..memory.cards import card
 from ..memory.catalogue import shapes

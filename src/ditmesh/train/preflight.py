@@ -90,7 +90,7 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
         check_observable(kind)
     if config.lora is None:
         return
-    from ..layout.describe import meta_model
+    from ..layout.probe import meta_model
     from .model.adapters import check_modules, targets_of
 
     if kind is not None:

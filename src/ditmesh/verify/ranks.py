@@ -36,6 +36,5 @@ class JoinedRanks:
         self._ranks, self.is_reporter, self.threads = ranks, ranks.is_reporter, ranks.threads
 
     def run(self, devices: int, job: PictureJob, tasks: Sequence[RunTask], on_message: OnBegan) -> list[list[RankRun]]:
-        """See `StartedRanks.run`."""
         here = tasks if devices > 1 or self.is_reporter else ()
         return self._ranks.run(run_tasks, job, here, on_message=on_message)[:devices]

@@ -86,11 +86,7 @@ KERNELS: dict[str, Kernel] = {"native": Native(), "math": Math()}
 
 
 def register(kernel: Kernel) -> None:
-    """Register a kernel under its name. Registering the same object again does nothing.
-
-    Raises:
-        ConfigError: another one has the name.
-    """
+    """Register a kernel under its name, once or more often; `ConfigError`: another kernel has the name."""
     if KERNELS.setdefault(kernel.name, kernel) is not kernel:
         raise ConfigError(f"there is an attention kernel {kernel.name!r} already; give this one another name")
 
@@ -170,7 +166,6 @@ class LocalAttention:
     def with_lse(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None = None, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `KernelWithLse.attend_with_lse`."""
         self._check(q_bhsd, mask)
         assert isinstance(self.kernel, KernelWithLse)
         with unhandled():

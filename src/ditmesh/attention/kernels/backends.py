@@ -91,11 +91,7 @@ TRAITS: dict[str, Traits] = {
 
 
 class DiffusersKernel:
-    """An attention backend of diffusers as a kernel; see `Kernel`.
-
-    Args:
-        name: as diffusers calls it.
-    """
+    """An attention backend of diffusers, by its name there, as a kernel; see `Kernel`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -125,7 +121,6 @@ class DiffusersKernel:
     def attend(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
-        """See `Kernel.attend`."""
         return intercept.call_backend(
             self.name, q_bhsd, k_bhsd, v_bhsd, attn_mask=self._mask(mask, q_bhsd, k_bhsd), scale=scale
         )
@@ -143,7 +138,6 @@ class BackendWithLse(DiffusersKernel):
     def attend_with_lse(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """See `KernelWithLse.attend_with_lse`."""
         if k_bhsd.shape[2] == 0:
             return torch.zeros_like(q_bhsd), q_bhsd.new_full(q_bhsd.shape[:3], NEG_INF, dtype=torch.float32)
         mask, order = self._mask(mask, q_bhsd, k_bhsd), self.traits.lse
@@ -159,7 +153,6 @@ class BackendWithLse(DiffusersKernel):
         return (out, lse.float()) if mask is None else without_blind(out, lse, mask)
 
     def unrounded(self, q_bhsd: Tensor) -> torch.dtype:
-        """See `LocalAttention.unrounded`."""
         if self.traits.lse is attend_with_lse_reference:
             return torch.promote_types(q_bhsd.dtype, torch.float32)
         return unrounded(q_bhsd) if self.traits.lse is attend_with_lse else q_bhsd.dtype
@@ -185,11 +178,7 @@ def known_backends() -> list[str]:
 
 
 def backend_kernel(name: str) -> DiffusersKernel | None:
-    """The kernel that is the backend of that name; None: there is no such backend.
-
-    Raises:
-        ConfigError: it cannot be used on this machine; says what is missing.
-    """
+    """The kernel that is the backend of that name, or None; `ConfigError`: it cannot be used on this machine."""
     from diffusers.models import attention_dispatch as dispatch
 
     if name not in {member.value for member in dispatch.AttentionBackendName}:

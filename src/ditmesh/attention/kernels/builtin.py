@@ -24,23 +24,19 @@ class Native:
         return f"{name}, which replaces torch's scaled_dot_product_attention,"
 
     def supports(self, q_bhsd: Tensor, mask: Tensor | None) -> bool:
-        """See `Kernel.supports`."""
         return True
 
     def attend(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
-        """See `Kernel.attend`."""
         return intercept.original_attention()(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
 
     def attend_with_lse(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """See `KernelWithLse.attend_with_lse`."""
         return attend_with_lse(q_bhsd, k_bhsd, v_bhsd, mask, scale)
 
     def unrounded(self, q_bhsd: Tensor) -> torch.dtype:
-        """See `LocalAttention.unrounded`."""
         return unrounded(q_bhsd)
 
 
@@ -51,19 +47,16 @@ class Math:
     deterministic = True
 
     def supports(self, q_bhsd: Tensor, mask: Tensor | None) -> bool:
-        """See `Kernel.supports`."""
         return q_bhsd.dtype != torch.float64
 
     def attend(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
-        """See `Kernel.attend`."""
         return self.attend_with_lse(q_bhsd, k_bhsd, v_bhsd, mask, scale)[0]
 
     def attend_with_lse(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """See `KernelWithLse.attend_with_lse`."""
         bias = None if mask is None else additive(mask, torch.float32)
         return attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)
 

@@ -29,11 +29,9 @@ def attend_with_lse(
     Args:
         q_bhsd, k_bhsd, v_bhsd: (B, H, Sq, D), (B, H, Sk, D), (B, H, Sk, D). Sq and Sk may be 0.
         mask: None, boolean (True = attend) or additive; broadcastable to (B, H, Sq, Sk). 4-D.
-        scale: factor of the scores; default 1/sqrt(D).
 
-    Returns:
-        The output (B, H, Sq, D) in q's dtype and the LSE (B, H, Sq) in float32 (float64 for float64). A query that may
-        attend to nothing has output 0 and LSE -inf.
+    The output is (B, H, Sq, D) in q's dtype, the LSE (B, H, Sq) in float32 (float64 for float64). A query that may
+    attend to nothing has output 0 and LSE -inf.
     """
     wide = torch.promote_types(q_bhsd.dtype, torch.float32)
     if 0 in (q_bhsd.shape[2], k_bhsd.shape[2]):
@@ -88,12 +86,9 @@ def attend_each_alone(
 
 
 def without_blind(out: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Output (B, H, Sq, D) and LSE, with output 0 and LSE -inf for queries that see no key.
+    """Output (B, H, Sq, D) and LSE, with output 0 and LSE -inf for queries that see no key by the mask.
 
     Fused kernels report LSE 0 or +inf for such a query: it must not weigh in a merge.
-
-    Args:
-        mask: as in `attend_with_lse`.
     """
     lse = lse[..., : out.shape[2]]
     dead = ~mask.any(dim=-1) if mask.dtype == torch.bool else (mask == NEG_INF).all(dim=-1)
@@ -127,20 +122,13 @@ def attend_backward(
     mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of softmax attention from one block of its keys.
+    """Gradients of softmax attention from one block of its keys: of q, k and v, in q's dtype or a wider one.
 
     With the LSE of *all* keys the weights of a block are P = exp(S - LSE), and with the output over all keys
     delta = rowsum(dO * O); then dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale * dS K, dK = scale * dS^T Q:
     Dao 2023, arXiv:2307.08691 (FlashAttention-2), algorithm 2. What the blocks give for q adds up to its gradient.
 
-    Args:
-        grad_bhsd: gradient of the output, (B, H, Sq, D).
-        q_bhsd, k_bhsd, v_bhsd: queries, and the keys and values (B, H, Sk, D) of the block.
-        out_bhsd, lse: output (B, H, Sq, D) and LSE (B, H, Sq) over all keys.
-        mask, scale: as in `attend_with_lse`, for the block.
-
-    Returns:
-        Gradients of q, k and v, in q's dtype or a wider one.
+    ``out_bhsd`` and ``lse`` are over all keys; the mask, the keys and the values are the block's.
     """
     if 0 in (q_bhsd.shape[2], k_bhsd.shape[2]):
         return torch.zeros_like(q_bhsd), torch.zeros_like(k_bhsd), torch.zeros_like(v_bhsd)
@@ -186,15 +174,10 @@ def attend_backward_reference(
 
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, blind: bool = True) -> tuple[Tensor, Tensor]:
-    """Merge attention over two disjoint sets of keys; ``out`` is overwritten.
+    """Merge attention over two disjoint sets of keys; ``out`` is overwritten, and exact to its dtype only in float32.
 
     With a = LSE and b = the other's LSE the merged output is out + sigmoid(b - a) * (other - out), and its
-    LSE is log(exp a + exp b).
-
-    Args:
-        out, other_out: (B, H, S, D). The sum of many parts is exact to ``out``'s dtype only if that is float32.
-        lse, other_lse: (B, H, S), as `attend_with_lse` returns them.
-        blind: whether a query may see no key of either set.
+    LSE is log(exp a + exp b). ``blind``: whether a query may see no key of either set.
     """
     return merge_out_(out, lse, other_out, other_lse, blind), torch.logaddexp(lse, other_lse)
 

@@ -31,10 +31,7 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """Cut a row of blocks into consecutive stages so that the slowest is as fast as possible: blocks of every stage.
 
     Among equally good cuts the one with the smallest sum of squared stage times, then the one with the longest first
-    stages.
-
-    Raises:
-        ConfigError: fewer blocks than stages.
+    stages. `ConfigError`: fewer blocks than stages.
 
     >>> balanced([2, 2, 1, 1, 1, 1], 2)
     (2, 4)

@@ -67,13 +67,8 @@ _PIXELS_OF_A_LATENT = 8
 def in_bands(bands: Bands, function: Callable[..., Any], rows: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
     """The result of a function for an image in bands, whole on every rank. Collective.
 
-    Args:
-        function: of tensors, the first of which is cut: (batch, channels, height, width), or a video with frames before
-            the height; on all ranks the same.
-        rows: of every rank.
-
-    Raises:
-        UncuttableOperation: it cannot be computed in bands.
+    The first of its tensors, the same on all ranks, is cut into each rank's ``rows``: (batch, channels, height, width),
+    or a video with frames before the height. `UncuttableOperation`: it cannot be computed in bands.
     """
     first, *rest = args
     result = function(bands.cut(first, first.dim() - 2, rows), *rest, **kwargs)

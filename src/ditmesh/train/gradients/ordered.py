@@ -88,7 +88,7 @@ class OrderedGradients:
     ) -> Tensor:
         """The sum over the tiles of all ranks, of this rank's share of the elements."""
         link, count = self._mesh.sequence, runs[-1].stop
-        nodes = [nodes_of(run, count) for run in runs]
+        nodes = [nodes_of(run, (0, count)) for run in runs]
         wholes = [
             _flat(parameters, [sums[p].nodes[node] if p in sums else None for p in parameters])
             for node in nodes[link.rank]
