@@ -24,7 +24,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config,
 
 from ditmesh import zoo
 from ditmesh.core.files import written_whole
-from ditmesh.zoo.references import views
+from ditmesh.lab.study.references import views
 from training import autoencoder as ae
 from training import card_emoji, diffusion, evaluate, evaluate_dit, export, export_dit, loop, text
 from training.data import CLASSES, Entry, Pictures, load

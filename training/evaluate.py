@@ -15,7 +15,7 @@ import torch
 from diffusers import DiffusionPipeline  # pyright: ignore[reportPrivateImportUsage]
 from PIL import Image
 
-from ditmesh.zoo.references import nearest, read_sheet, shrink
+from ditmesh.lab.study.references import nearest, read_sheet, shrink
 from training import export
 from training.loop import console
 

@@ -18,7 +18,7 @@ import torch
 from diffusers import DiffusionPipeline  # pyright: ignore[reportPrivateImportUsage]
 from PIL import Image
 
-from ditmesh.zoo.references import nearest, read_references, shrink
+from ditmesh.lab.study.references import nearest, read_references, shrink
 from training import export
 from training.autoencoder import psnr
 from training.loop import console

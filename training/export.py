@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from ditmesh.zoo.references import THUMBNAIL, THUMBNAIL_COLUMNS, shrink
+from ditmesh.lab.study.references import THUMBNAIL, THUMBNAIL_COLUMNS, shrink
 from training.data import Entry
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ditmesh.zoo.references import shrink
+from ditmesh.lab.study.references import shrink
 from training.data import Entry, Pictures, read_entries
 from training.export import sheet
 

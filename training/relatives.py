@@ -31,8 +31,8 @@ from diffusers import (
 from torch import nn
 
 from ditmesh import zoo
+from ditmesh.lab.study.references import read_references, shrink, views
 from ditmesh.train.logs import read_log
-from ditmesh.zoo.references import read_references, shrink, views
 from training import evaluate_dit, export, export_dit
 from training.data import CLASSES, Pictures, load
 from training.emoji import EmojiDiT, write_folder

@@ -91,27 +91,6 @@ def test_several_hosts_bring_what_one_brings(ranks, hosts, shared_memory):
     assert [of["bytes"] for of in one] == [of["bytes"] for of in several]
 
 
-def across() -> list[int]:
-    """Bytes that this rank sends to two ranks of another host: by a gather, a posted one, a sum and a broadcast."""
-    mesh, link = opened((0, 0, 1, 1))
-    size, piece, found = link.size, torch.full((25,), float(link.rank)), []
-    for move in (
-        lambda: link.all_gather(piece, [25] * size, 0),
-        lambda: link.all_gather_async([piece], [[torch.empty(25)] for _ in range(size)]).wait(),
-        lambda: link.all_reduce_async(piece.clone())(None),
-        lambda: link.broadcast(piece.clone(), 3),
-    ):
-        mesh.traffic.reset()
-        move()
-        found.append(mesh.traffic.bytes_across["ring"])
-    mesh.close()
-    return found
-
-
-def test_bytes_to_other_hosts_are_counted(ranks):
-    assert ranks(4).run(across) == [[200, 200, 200, 200 * (rank == 3)] for rank in range(4)]
-
-
 def sums(shape: tuple[int, ...]) -> torch.Tensor:
     mesh, link = opened()
     generator = torch.Generator().manual_seed(link.rank)

@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from ditmesh.generate.model_info import find_model
+from ditmesh.lab.study.references import read_sheet
 from ditmesh.train import TrainConfig, config
 from ditmesh.train.trainer import Trainer
-from ditmesh.zoo.references import read_sheet
 from support.models import component
 from support.tiny import letters_tokenizer
 

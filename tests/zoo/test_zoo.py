@@ -18,7 +18,7 @@ from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import read_receipt
-from ditmesh.zoo import references
+from ditmesh.lab.study import references
 
 # What each is asked for, in images that its training knows.
 ASKED: dict[str, tuple[str, ...]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,7 +14,7 @@ import typer
 from .._version import library_versions
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
-from ..launch import TorchrunRanks, default_threads, torchrun_rank
+from ..launch import TorchrunRanks, default_threads, launcher, torchrun_rank
 from ..report.formatting import count
 from ..report.report import Report, StyledText
 from ..request import MOST_TOGETHER
@@ -26,7 +26,7 @@ from .values import configs_of, fetched, picture_job, read_prompts
 if TYPE_CHECKING:
     from ..generate.job import PictureJob
     from ..generate.model_info import ModelInfo
-    from ..verify.ranks import JoinedRanks, StartedRanks
+    from ..verify.comparison import VerifyRanks
 
 
 @dataclass(frozen=True)
@@ -210,17 +210,17 @@ def _verify(
 @contextmanager
 def _ranks(
     job: PictureJob, configs: Sequence[ParallelConfig], kind: Literal["cpu", "cuda"], ranks: RankOptions
-) -> Iterator[StartedRanks | JoinedRanks]:
+) -> Iterator[VerifyRanks]:
     """The ranks to run on."""
-    from ..verify.ranks import JoinedRanks, StartedRanks
+    from ..verify.comparison import VerifyRanks
 
     if (joined := torchrun_rank()) is None:
         # The same number of threads for all, because kernels may round differently otherwise.
         threads = ranks.threads or default_threads(max(config.world_size for config in configs), kind)
-        yield StartedRanks(ranks.launcher, kind, threads, job.timeout)
+        yield VerifyRanks(lambda count: launcher(ranks.launcher, count, kind, threads, job.timeout), threads)
         return
     with TorchrunRanks(joined.world_size, kind, ranks.threads, job.timeout) as started:
-        yield JoinedRanks(started)
+        yield VerifyRanks(lambda _: nullcontext(started), started.threads, started.is_reporter)
 
 
 def _say(result: dict[str, Any]) -> Report:

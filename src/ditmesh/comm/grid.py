@@ -198,7 +198,7 @@ class RankGrid:
                         self._groups.append(groups[key])
                     firsts.append(link)
                 shared = SharedChannel(memory, number, link.ranks) if memory and self.hosts.joins(link.ranks) else None
-                link.connect(groups[key], shared, [self.hosts.numbers[rank] for rank in link.ranks], self.device)
+                link.connect(groups[key], shared, self.device)
         self._over_gloo = all(backend_of(group, self.device) == "gloo" for group in self._groups)
         return firsts
 

@@ -70,9 +70,7 @@ class Link(Transports):
             The elements of all ranks, in rank order.
         """
         self._enter("all_to_all")
-        bytes_to = [count * packed.element_size() for count in outgoing]
-        sent = sum(bytes_to[peer] for peer in self._others)
-        self.traffic.add(self.name, sent, sum(bytes_to[peer] for peer in self._far))
+        self.traffic.add(self.name, sum(outgoing[peer] for peer in self._others) * packed.element_size())
         receive = packed.new_empty(sum(incoming))
         transfer = self._posted(packed, receive, dist.all_to_all_single, [*incoming], [*outgoing])
         return lambda: transfer.wait()[0]
@@ -137,8 +135,7 @@ class Link(Transports):
         for place, part in zip(_views(send, [part.shape for part in parts]), parts, strict=True):
             place.copy_(part)
         receive = send.new_empty(sum(out_splits))
-        across = sum(in_splits[peer] for peer in self._far)
-        self.traffic.add(self.name, send.nbytes, across * send.element_size())
+        self.traffic.add(self.name, send.nbytes)
         transfer = None
         way = self._way
         if way == "tags":
@@ -216,8 +213,7 @@ class Link(Transports):
             used = packed[: sizes[self.rank]]
             for place, tensor in zip(_views(used, [tensor.shape for tensor in tensors]), tensors, strict=True):
                 place.copy_(tensor)
-        own = sizes[self.rank] * packed.element_size()
-        self.traffic.add(self.name, len(self._others) * own, len(self._far) * own)
+        self.traffic.add(self.name, len(self._others) * sizes[self.rank] * packed.element_size())
         receive = packed.new_empty(self.size * longest)
         return self._posted(packed, receive, getattr(dist, _ALL_GATHER)).wait()[0]
 
@@ -239,7 +235,7 @@ class Link(Transports):
             self._together(dist.all_reduce, tensor)
         else:
             self._sum(tensor.view(-1))
-        self._count_to((self.rank + 1) % self.size, sent)
+        self.traffic.add(self.name, sent)
         return tensor
 
     def all_reduce_async(self, tensor: Tensor) -> Callable[[timedelta | None], Tensor]:
@@ -278,7 +274,7 @@ class Link(Transports):
         self._enter("shift")
         received = [t.new_empty(shape) for t, shape in zip(tensors, shapes, strict=True)]
         following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        self._count_to(following, sum(t.nbytes for t in tensors))
+        self.traffic.add(self.name, sum(t.nbytes for t in tensors))
         return self._start("shift", [(tensors, [following])], [(received, previous)])
 
     def send(self, tensors: Sequence[Tensor], to: int) -> Transfer:
@@ -289,7 +285,7 @@ class Link(Transports):
             to: rank in the group. It calls `receive` with the same shapes, in the same order.
         """
         self._enter("send")
-        self._count_to(to, sum(t.nbytes for t in tensors))
+        self.traffic.add(self.name, sum(t.nbytes for t in tensors))
         return self._start("send", [(tensors, [to])], [])
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> Transfer:
@@ -320,7 +316,7 @@ class Link(Transports):
             # Copied: all receivers read the same memory.
             tensor.copy_(self._start("broadcast", [], [([tensor], source)]).wait()[0])
         if self.rank == source:
-            self.traffic.add(self.name, (self.size - 1) * tensor.nbytes, len(self._far) * tensor.nbytes)
+            self.traffic.add(self.name, (self.size - 1) * tensor.nbytes)
         return tensor
 
     def all_gather_async(self, outgoing: Sequence[Tensor], incoming: TensorsByRank) -> Transfer:
@@ -334,8 +330,7 @@ class Link(Transports):
         """
         kind, others = "all_gather_async", self._others
         self._enter(kind)
-        sent = sum(t.nbytes for t in outgoing)
-        self.traffic.add(self.name, len(others) * sent, len(self._far) * sent)
+        self.traffic.add(self.name, len(others) * sum(t.nbytes for t in outgoing))
         return self._start(kind, [(outgoing, others)], [(incoming[peer], peer) for peer in others])
 
 

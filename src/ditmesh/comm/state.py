@@ -103,7 +103,6 @@ class Traffic:
 
     Attributes:
         bytes_sent, calls: by axis.
-        bytes_across: those of them that go to ranks on other hosts.
         observer: called as ``observer(axis, kind)`` before every operation of a link, where ``kind`` is the link's
             method; the operation raises its exceptions. For tests and measurements; None: no observer.
     """
@@ -111,24 +110,21 @@ class Traffic:
     def __init__(self) -> None:
         self.observer: Callable[[str, str], None] | None = None
         self.bytes_sent: Counter[str] = Counter()
-        self.bytes_across: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
 
-    def add(self, axis: str, sent: int, across: int = 0) -> None:
-        """Count one call on ``axis`` that sends ``sent`` bytes to other ranks, ``across`` of them to other hosts.
+    def add(self, axis: str, sent: int) -> None:
+        """Count one call on ``axis`` that sends ``sent`` bytes to other ranks.
 
         Nothing is counted in a compiled graph, which would depend on the numbers: torch would compile every block anew.
         """
         if torch.compiler.is_compiling():
             return
         self.bytes_sent[axis] += sent
-        self.bytes_across[axis] += across
         self.calls[axis] += 1
 
     def reset(self) -> None:
         """Start counting from zero."""
         self.bytes_sent.clear()
-        self.bytes_across.clear()
         self.calls.clear()
 
 

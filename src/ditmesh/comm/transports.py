@@ -98,8 +98,6 @@ class Transports:
         # Transfers over the process group that may be under way.
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._others = [peer for peer in range(self.size) if peer != rank]
-        # Peers on other hosts.
-        self._far: frozenset[int] = frozenset()
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -124,7 +122,6 @@ class Transports:
         self,
         group: dist.ProcessGroup | None,
         shared: SharedChannel | None,
-        hosts: Sequence[int] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         """Use a process group and, where given, shared memory.
@@ -132,7 +129,6 @@ class Transports:
         Args:
             group: of all ranks of the link.
             shared: where all of them are on this rank's host.
-            hosts: for every rank of the link the number of its host; default: all have one.
             device: of the tensors that travel.
 
         Raises:
@@ -142,7 +138,6 @@ class Transports:
         if group is not None and not backend:
             raise ConfigError(carries_none(torch.device(device).type))
         self._group, self._channel, self._backend = group, shared, backend
-        self._far = frozenset(peer for peer, host in enumerate(hosts) if host != hosts[self.rank])
 
     def connect_peers(self, device: torch.device, timeout: timedelta, singly: Sequence[tuple[int, int]] = ()) -> None:
         """Send a byte between all pairs of ranks, and wait for it, so that they are connected. A collective call.
@@ -186,9 +181,6 @@ class Transports:
     def packs(self) -> bool:
         """True if all that a rank sends in a collective is one buffer, as on NCCL; else messages go one by one."""
         return self._group is not None and self._way == "packed"
-
-    def _count_to(self, peer: int, sent: int) -> None:
-        self.traffic.add(self.name, sent, sent if peer in self._far else 0)
 
     def _enter(self, kind: str) -> None:
         """Begin an operation; no part of a compiled graph."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from typing import ClassVar, Protocol
 
 from ..errors import ConfigError
@@ -74,31 +75,21 @@ class WarmupPolicy(Protocol):
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """The first ``steps`` steps. With 0 the very first step is stale with nothing to be stale on: see `displaced`."""
+class FirstSteps:
+    """The first ``steps`` steps, ``by_root`` times √devices, as more devices see less of the image fresh.
 
-    steps: int
+    With 0 the very first step is stale with nothing to be stale on: see `displaced`.
+    """
+
+    steps: float
+    by_root: bool = False
     reads_drift: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        _require(self.steps >= 0)
-
     def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
-        return _first(step, self.steps)
-
-
-@dataclass(frozen=True)
-class Sqrt:
-    """The first round(base · √devices) steps: more devices see less of the image fresh."""
-
-    base: float
-    reads_drift: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        _require(0 < self.base < float("inf"))
-
-    def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
-        return _first(step, round(self.base * sqrt(outlook.devices)))
+        count = round(self.steps * sqrt(outlook.devices) if self.by_root else self.steps)
+        if step < count:
+            return Decision(True, f"one of the first {count} steps" if count > 1 else "the first step")
+        return Decision(False, f"after {count} warm-up {'step' if count == 1 else 'steps'}")
 
 
 @dataclass(frozen=True)
@@ -121,9 +112,6 @@ class Adaptive:
     budget: float
     most: int | None = None
     reads_drift: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        _require(0 < self.budget < float("inf") and (self.most is None or self.most >= 1))
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         if outlook.total is None:
@@ -171,9 +159,6 @@ class GivenSteps:
     steps: frozenset[int]
     reads_drift: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        _require(min(self.steps, default=0) >= 0)
-
     def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         return Decision(step in self.steps, "one of the steps given" if step in self.steps else "not one of them")
 
@@ -205,31 +190,20 @@ def _news(noise: Sequence[float], step: int) -> float:
     return max(1 - (before / now) ** 2 if now > 0 else 0.0, LEAST_NEWS)
 
 
-def _first(step: int, count: int) -> Decision:
-    if step < count:
-        return Decision(True, f"one of the first {count} steps" if count > 1 else "the first step")
-    return Decision(False, f"after {count} warm-up {'step' if count == 1 else 'steps'}")
-
-
-def _require(possible: bool) -> None:
-    if not possible:
-        raise ValueError("impossible numbers")
-
-
 def parse(text: str) -> WarmupPolicy:
     """The policy that ``text`` names, such as ``"fixed(4)"``; else a `ConfigError` that names the forms."""
     match = re.fullmatch(r"\s*(\w+)\s*\(([^()]*)\)\s*", text)
     name, numbers = match.groups() if match is not None else ("", "")
-    try:
+    with suppress(ValueError):
         if name == "steps":
-            return GivenSteps(frozenset(map(int, numbers.split())))
+            given = frozenset(map(int, numbers.split()))
+            if min(given, default=0) >= 0:
+                return GivenSteps(given)
         first, *more = numbers.split(",")
-        if name == "adaptive" and len(more) < 2:
+        if name == "fixed" and not more and int(first) >= 0:
+            return FirstSteps(int(first))
+        if name == "sqrt" and not more and 0 < float(first) < inf:
+            return FirstSteps(float(first), by_root=True)
+        if name == "adaptive" and 0 < float(first) < inf and len(more) < 2 and all(int(most) >= 1 for most in more):
             return Adaptive(float(first), *map(int, more))
-        if name in ("fixed", "sqrt") and not more:
-            return Fixed(int(first)) if name == "fixed" else Sqrt(float(first))
-        raise ValueError(text)
-    except ValueError:
-        raise ConfigError(
-            f"warmup={text!r} is not a warm-up policy; use {FORMS}, with numbers of steps from 0 up"
-        ) from None
+    raise ConfigError(f"warmup={text!r} is not a warm-up policy; use {FORMS}, with numbers of steps from 0 up")

@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from ..config import ParallelConfig
 from ..generate.job import PictureJob
-from .ranks import JoinedRanks, StartedRanks
-from .runs import RankRun, RunTask, reference_config
+from ..launch import Launcher
+from .runs import RankRun, RunTask, reference_config, run_tasks
 
 # Runs of all ranks, by configuration; None: plain diffusers.
 Runs = dict[ParallelConfig | None, list[RankRun]]
 
 
+@dataclass(frozen=True)
+class VerifyRanks:
+    """The ranks of verify: ``start`` gives those for a number of devices, or all that torchrun has started.
+
+    ``is_reporter``: whether this process has the results, and prints the verdicts.
+    """
+
+    start: Callable[[int], AbstractContextManager[Launcher]]
+    threads: int
+    is_reporter: bool = True
+
+    def run(
+        self, devices: int, job: PictureJob, tasks: Sequence[RunTask], on_message: Callable[[int, Any], None]
+    ) -> list[list[RankRun]]:
+        """The runs of ``devices`` ranks, in rank order; see `runs.run_tasks`."""
+        # Of torchrun's ranks the first also runs the one device, while the others wait.
+        here = tasks if devices > 1 or self.is_reporter else ()
+        with self.start(devices) as ranks:
+            return ranks.run(run_tasks, job, here, on_message=on_message)[:devices]
+
+
 def compared_runs(
     job: PictureJob,
     configs: Sequence[ParallelConfig],
-    ranks: StartedRanks | JoinedRanks,
+    ranks: VerifyRanks,
     progress: Callable[[str, int, int], None],
 ) -> Runs:
     """The runs of configurations and, first, of their one-device references. Every rank of torchrun calls this.

@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from ..errors import InputError
 from ..requirements import install_line
 
@@ -43,47 +45,9 @@ class Embedded:
     frames: int = 0
 
 
-def _dit(blocks: int) -> Embedded:
-    summary = f"class to 64x64 emoji, 64 classes, {blocks} blocks, DDPM schedule"
-    return Embedded("DiTPipeline", summary, steps=20, guidance_scale=3.0, classes=64)
-
-
 EMBEDDED: dict[str, Embedded] = {
-    "emoji-sd3": Embedded(
-        "StableDiffusion3Pipeline",
-        "text to 64x64 emoji, trained on 256 captioned Fluent Emoji",
-        steps=12,
-        guidance_scale=2.0,
-        max_sequence_length=16,
-    ),
-    "emoji-flux": Embedded(
-        "FluxPipeline",
-        "text to 64x64 emoji, trained on the same 256, without guidance",
-        steps=12,
-        guidance_scale=1.0,
-        max_sequence_length=16,
-        image_tokens=64,
-    ),
-    "emoji-dit-s": _dit(blocks=6),
-    "emoji-dit-l": _dit(blocks=12),
-    "emoji-wan": Embedded(
-        "WanPipeline",
-        "text to videos of 64x64 pixels and 17 frames: 12 emoji in 6 motions",
-        steps=16,
-        guidance_scale=3.0,
-        max_sequence_length=16,
-        image_tokens=320,
-        frames=17,
-    ),
-    "fashion-dit": Embedded(
-        "DiTPipeline",
-        "class to new grey clothes of 32x32 pixels, 10 classes, DDPM schedule",
-        steps=20,
-        guidance_scale=2.0,
-        classes=10,
-        size=32,
-        image_tokens=64,
-    ),
+    name: Embedded(**facts)
+    for name, facts in yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8")).items()
 }
 
 

@@ -381,7 +381,7 @@ def nearest_matches_prompt(model: Path, cell: Cell, images: np.ndarray) -> list[
     """
     if images.ndim != 4 or zoo.embedded(model) is None or not (model / "thumbnails.png").exists():
         return None
-    from ...zoo.references import nearest, read_references, read_sheet, shrink
+    from .references import nearest, read_references, read_sheet, shrink
 
     entries = json.loads((model / "captions.json").read_text(encoding="utf-8"))
     generated = eight_bits(images)
