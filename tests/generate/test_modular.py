@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,19 @@ from PIL import Image
 
 import ditmesh
 from ditmesh.cli.main import main
+from ditmesh.engine.auto import guided
 from ditmesh.generate.model_info import find_model, parameters_of
-from ditmesh.generate.modular import INDEX
+from ditmesh.generate.modular import INDEX, call_parameters, guided_by
+from ditmesh.generate.receipt import read_receipt
+from ditmesh.layout.describe import meta_model
+from ditmesh.memory.phases import Component, Components, needs
+from ditmesh.memory.sizes import Workload
 from ditmesh.serve.offers import ModelSpec
+from ditmesh.strategies.tensor.slices import plan_slices, share_cut
+from support import exam
 from support.batching import Owner, at_once, picture, pixels, task
+from support.exam import EXAMS
+from support.parity import largest_error, tensors
 from support.tiny import save_tiny_sd3
 
 CALL = {"prompt": "a red fox", "height": 32, "width": 32, "num_inference_steps": 2}
@@ -65,6 +75,55 @@ def test_loaded(ranks, saved, truth, config):
         assert held < 0.6 if "tensor" in config else held == 1
 
 
+def h3(folder: Path) -> tuple[float, float]:
+    """MiniMax-H3 with its denoising blocks alone, read in slices: the error, and the share of modulation on a rank."""
+    case = EXAMS["MiniMaxH3ModularPipeline"]
+    whole = case.make()
+    truth = tensors(exam.draw(whole, case.call([1])))
+    pipe = ditmesh.load(folder, {"tensor": 2}, dtype=torch.float32)
+    for block in set(pipe._blocks.sub_blocks) - {"denoise"}:
+        pipe._blocks.sub_blocks.pop(block)
+    error = largest_error(tensors(exam.draw(pipe, case.call([1]))), truth)
+    held, all_of_it = (p.transformer.transformer_blocks[0].adaln_proj.linear.weight.numel() for p in (pipe, whole))
+    return error, held / all_of_it
+
+
+def test_minimax_h3_is_read_in_slices(ranks, tmp_path):
+    pipe = EXAMS["MiniMaxH3ModularPipeline"].make()
+    pipe.save_pretrained(str(tmp_path), overwrite_modular_index=True)
+    for error, held in ranks(2).run(h3, tmp_path):
+        assert error < 1e-5
+        assert held == 0.5
+
+
+RECIPES = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+
+
+def test_minimax_h3_at_its_true_width():
+    """33.1 billion parameters, of which tensor ranks hold equal shares."""
+    model = meta_model("MiniMaxH3Transformer3DModel", {})
+    total = 2 * sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    shares = {degree: share_cut(model, plan_slices(model, degree)) for degree in (2, 4, 7, 8)}
+    two, four, seven, eight = (total * (1 - share + share / degree) for degree, share in shares.items())
+    figures = f"{total:.1f} GB on 1 rank, {two:.1f} on 2, {four:.1f} on 4, {seven:.1f} on 7 and {eight:.1f} on 8"
+    assert figures in RECIPES
+
+
+@pytest.mark.matrix
+def test_the_memory_of_minimax_h3_on_known_machines():
+    rows = re.findall(r"\| (\d+) x (\d+) GB \| (\d+) x (\d+) \| `(\{.*\})` \| ([\d.]+) \|\n", RECIPES)
+    assert len(rows) == 3
+    parts = Components("MiniMax-H3", (Component("MiniMaxH3Transformer3DModel", {}),))
+    for devices, room, width, height, written, figure in rows:
+        config = ditmesh.ParallelConfig(**json.loads(written))
+        # 124 frames are 37 of latents.
+        size = Workload(int(height) // 32, int(width) // 32, 37, text=512, branches=1, steps=50)
+        (rank,) = needs(parts, config, size, torch.bfloat16, process=0.7e9, gpu=True)
+        assert f"{rank.peak.total / 1e9:.1f}" == figure
+        assert float(figure) < int(room)
+        assert config.world_size == int(devices)
+
+
 def test_generated_and_drawn_again(saved, truth, kept_ranks, capsys, tmp_path):
     words = ["generate", CALL["prompt"], "--model", str(saved), "--devices", "2", "--ulysses", "2", "--steps", "2"]
     with pytest.raises(SystemExit) as ended:
@@ -72,6 +131,8 @@ def test_generated_and_drawn_again(saved, truth, kept_ranks, capsys, tmp_path):
     assert not ended.value.code
     (file,) = tmp_path.glob("*.png")
     assert abs(pixels(Image.open(file)) - truth).max() <= 1
+    # The guider's own.
+    assert read_receipt(file).guidance == 7.0
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(file), "--model", str(saved), "--threads", "1", "--out", str(tmp_path / "again")])
     assert not ended.value.code
@@ -86,9 +147,25 @@ def test_served(ranks, saved, truth):
     assert abs(picture(said, "0") - truth).max() <= 1
 
 
+def test_a_guider_has_the_guidance_of_a_call(saved):
+    pipe = diffusers.ModularPipeline.from_pretrained(str(saved))
+    given = {"prompt": "a red fox", "guidance_scale": 1.5}
+    with guided_by(pipe, given):
+        assert pipe.guider.guidance_scale == 1.5
+        assert given == {"prompt": "a red fox"}
+    assert pipe.guider.guidance_scale == 7.0
+    assert call_parameters(pipe)["guidance_scale"].default == 7.0
+
+
 def test_inputs_are_those_of_the_blocks():
     assert {"prompt", "height", "generator", "output_type"} <= parameters_of("StableDiffusion3ModularPipeline").keys()
     assert parameters_of("FluxModularPipeline")["num_inference_steps"].default == 50
+
+
+@pytest.mark.parametrize(("name", "has_branches"), [("QwenImage", True), ("QwenImage21", False), ("Flux2Klein", False)])
+def test_auto_shares_the_branches_of_a_guider(name, has_branches):
+    """Of QwenImage 21's guider the scale is 1, FLUX.2 Klein has no guider."""
+    assert guided(getattr(diffusers, f"{name}ModularPipeline"), {}) == has_branches
 
 
 def refused(folder: Path) -> str:
@@ -112,6 +189,6 @@ def test_what_is_not_there_is_said(saved, tmp_path, capsys):
     assert "cannot be loaded by diffusers" in refused(damaged)
     assert find_model(saved).modular
     with pytest.raises(SystemExit) as ended:
-        main(["generate", "a fox", "--model", str(saved), "--guidance", "3", "--out", str(tmp_path / "out")])
+        main(["generate", "a fox", "--model", str(saved), "--frames", "9", "--out", str(tmp_path / "out")])
     assert ended.value.code
-    assert "StableDiffusion3ModularPipeline takes no guidance_scale" in capsys.readouterr().err
+    assert "StableDiffusion3ModularPipeline generates images; leave --frames out" in capsys.readouterr().err

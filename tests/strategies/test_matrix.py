@@ -185,6 +185,7 @@ INTRODUCTION = f"""# Classes without a reviewed layout
 
 These transformer classes of diffusers have no reviewed layout; ditmesh derives their layout from the first
 call ([layouts.md](layouts.md#a-layout-from-a-call)). For classes with a reviewed layout see [support.md](support.md).
+MiniMaxH3Transformer3DModel, which has one, is tested here, too.
 To look at the layout of a model:
 
 ```text

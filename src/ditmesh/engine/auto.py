@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -65,6 +66,10 @@ def agreed(choose: Callable[[int], T]) -> T:
 
 def guided(pipeline: type | None, settings: Mapping[str, Any]) -> bool:
     """True if a pipeline of a class, with its transformer's settings, runs two branches of guidance unasked."""
+    if (name := getattr(pipeline, "default_blocks_name", None)) is not None:
+        # A guider of a modular pipeline runs the branches.
+        specs = getattr(import_module("diffusers"), name)().expected_components
+        return any(spec.name == "guider" and (spec.config or {}).get("guidance_scale", 1) > 1 for spec in specs)
     # Guidance beside a distilled one needs a negative prompt to be given.
     arguments = {} if pipeline is None else inspect.signature(pipeline.__call__).parameters
     if "true_cfg_scale" in arguments or "guidance_scale" not in arguments or settings.get("guidance_embeds"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from .model_info import ModelInfo
 
 INDEX = "modular_model_index.json"
+GUIDANCE = "guidance_scale"
 
 
 def as_plain_index(index: Mapping[str, Any], model: str, files: Path) -> dict[str, Any]:
@@ -51,7 +53,10 @@ def download(info: ModelInfo, variant: str | None = None) -> Path:
 
 
 def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of the call of a pipeline or pipeline class; of a modular one the inputs of its blocks."""
+    """The parameters of the call of a pipeline or pipeline class; of a modular one the inputs of its blocks.
+
+    Where its guider sets the guidance, and not an input, that is one too: see `guided_by`.
+    """
     import diffusers
     from diffusers.modular_pipelines.modular_pipeline import ModularPipeline
 
@@ -64,7 +69,25 @@ def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
         if item.name is not None:
             default = empty if item.required and item.default is None else item.default
             inputs[item.name] = inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default)
+    for spec in blocks.expected_components if GUIDANCE not in inputs else ():
+        if spec.name == "guider":
+            scale = getattr(getattr(pipe, "guider", None), GUIDANCE, (spec.config or {}).get(GUIDANCE))
+            inputs[GUIDANCE] = inspect.Parameter(GUIDANCE, inspect.Parameter.KEYWORD_ONLY, default=scale)
     return inputs
+
+
+@contextmanager
+def guided_by(pipe: Any, arguments: dict[str, Any]) -> Iterator[None]:
+    """Give the guider of a modular pipeline the guidance of a call's arguments, which its blocks do not take."""
+    from diffusers.modular_pipelines.modular_pipeline import ModularPipeline
+
+    with ExitStack() as undo:
+        if isinstance(pipe, ModularPipeline) and all(item.name != GUIDANCE for item in pipe.blocks.inputs):
+            scale, guider = arguments.pop(GUIDANCE, None), getattr(pipe, "guider", None)
+            if scale is not None and hasattr(guider, GUIDANCE):
+                undo.callback(setattr, guider, GUIDANCE, guider.guidance_scale)
+                guider.guidance_scale = scale
+        yield
 
 
 def read_modular(info: ModelInfo, **options: Any) -> Any:

@@ -21,7 +21,7 @@ from .cut_prompts import CutPrompts
 from .files import load_adapters, load_controlnet, pictures_of, pipeline_for
 from .job import PictureCall, PictureJob, UserNote
 from .model_info import find_model
-from .modular import call_parameters
+from .modular import call_parameters, guided_by
 from .outputs import PipelineOutput, VideoFrames, outputs_of
 from .receipt import Receipt
 from .schedulers import scheduler_named
@@ -246,7 +246,7 @@ class PipelineRunner:
         if on_step is not None and tells:
             given[CALLBACK] = stepped
         started = time.perf_counter()
-        with OwnGenerators(prepared.seed, self.device).active(), CutPrompts(pipe) as cuts:
+        with OwnGenerators(prepared.seed, self.device).active(), CutPrompts(pipe) as cuts, guided_by(pipe, given):
             outputs = outputs_of(pipe(**given))
         self.facts["cut"] = cuts.sentence(prepared.prompt, prepared.job.negative_prompt)
         self.facts["seconds"] = time.perf_counter() - started

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -146,6 +147,9 @@ class Conventions:
 
     def latents(self) -> Tensor:
         channels, frames, tokens = self.entry("in_channels") or 4, self.size.frames, self.size.image
+        if "video_indices" in self.parameters:
+            # Squares of latents lie in the channels.
+            channels *= prod(self.need("patch_size"))
         shapes: dict[Form, tuple[int, ...]] = {
             "bsc": (tokens, channels),
             "bcs": (channels, tokens),
@@ -190,6 +194,15 @@ class Conventions:
             ids[-size.image :, 2] = torch.arange(size.cols).repeat(rows)
         return ids.to(self.device, self.dtype)
 
+    def places(self, start: int, tokens: int) -> Tensor:
+        """Where a kind of token stands in one sequence of text, sound and video."""
+        return torch.arange(start, start + tokens, device=self.device)
+
+    def packed(self, *columns: int) -> Tensor:
+        """Zeros for each token of that sequence."""
+        tokens = self.size.text + self.size.audio + self.size.image
+        return torch.zeros(tokens, *columns, dtype=torch.long, device=self.device)
+
     def rotary(self, tokens: int, width: int) -> tuple[Tensor, Tensor]:
         angles = self.noise(tokens, width)
         return angles.cos(), angles.sin()
@@ -221,7 +234,12 @@ _ARGUMENTS: dict[str, Callable[[Conventions], Any]] = {
     "crop_coords": lambda i: i.full(0.0, 2),
     "img_ids": lambda i: i.ids(image=True),
     "txt_ids": lambda i: i.ids(text=True),
-    "position_ids": lambda i: i.ids(text=True, image=True),
+    "position_ids": lambda i: i.packed(3) if "token_tags" in i.parameters else i.ids(text=True, image=True),
+    "timestep_indices": lambda i: i.packed(),
+    "token_tags": lambda i: i.packed(),
+    "text_indices": lambda i: i.places(0, i.size.text),
+    "audio_indices": lambda i: i.places(i.size.text, i.size.audio),
+    "video_indices": lambda i: i.places(i.size.text + i.size.audio, i.size.image),
     "image_rotary_emb": lambda i: i.rotary(i.size.image, i.need("attention_head_dim")) if i.way.optional else None,
     "rotary_embedding": lambda i: i.rotary(i.size.image + 1, i.need("attention_head_dim") // 2),
     "fps": lambda i: [0] * i.size.batch if i.entry("inject_sample_info") else None,

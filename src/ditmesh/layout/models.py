@@ -286,6 +286,24 @@ LUMINA2 = TokenLayout(
     ),
 )
 
+# MiniMax-H3 (MiniMax 2026): text, keyframes or references, sound and video in one sequence. Each token has a row in a
+# table of modulation.
+MINIMAX_H3 = TokenLayout(
+    "MiniMaxH3Transformer3DModel",
+    (
+        Region(
+            "transformer_blocks",
+            attention=(joint("image"),),
+            cuts=(Cut("adaln_indices", 0), *rotary("rotary_emb", 0)),
+            whole=("temb",),
+        ),
+    ),
+    unbatched=(
+        *("timestep", "timestep_indices", "position_ids", "token_tags"),
+        *("video_indices", "audio_indices", "text_indices"),
+    ),
+)
+
 # Mochi 1 (Genmo 2024): joint attention with the valid text tokens only, one call for every sample.
 MOCHI_BLOCKS = Region(
     "transformer_blocks",

@@ -20,6 +20,7 @@ from ...core.generators import OwnGenerators
 from ...core.patching import Patch
 from ...core.request import RequestLeft
 from ...engine import DENOISERS
+from ...generate.modular import guided_by
 
 
 @dataclass
@@ -84,8 +85,10 @@ class PipelineTask(greenlet):
         return self.pending
 
     def _body(self) -> None:
+        given = dict(self._arguments)
         try:
-            self.output = self.pipe(**self._arguments)
+            with guided_by(self.pipe, given):
+                self.output = self.pipe(**given)
         except RequestLeft:
             pass
         except Exception as error:

@@ -23,6 +23,7 @@ from ...generate.files import IMAGE_ARGUMENTS, InputFile, adapter, check_mask_su
 from ...generate.job import PictureJob, check_config, check_content, check_layout, job_for
 from ...generate.loras import LAYERS
 from ...generate.model_info import ModelInfo, find_model
+from ...generate.modular import guided_by
 from ...generate.outputs import PipelineOutput
 from ...generate.preview import latent_colours
 from ...generate.receipt import Receipt
@@ -171,8 +172,9 @@ class LoadedModel:
         self._cuts = CutPrompts(pipe)
         if isinstance(engine_of(pipe), FirstCall):
             # Its layout is derived from a call.
-            with torch.no_grad():
-                pipe(**self._trial(runner).arguments)
+            given = dict(self._trial(runner).arguments)
+            with torch.no_grad(), guided_by(pipe, given):
+                pipe(**given)
         return template
 
     # --- looking at it -----------------------------------------------------------------------------------------
