@@ -301,7 +301,7 @@ class FollowedModule(ABC):
     ) -> Any:
         """Make one call on all ranks; a part of a call that runs is made here alone.
 
-        ``proceed`` is the module's own call, ``for_others`` the other ranks' arguments, where they differ; ``rewritten``
+        ``proceed`` is the module's own call, ``for_others`` the other ranks' arguments where they differ; ``rewritten``
         names parameters to compare by content also in the middle of a run.
 
         Raises:
