@@ -301,8 +301,8 @@ class FollowedModule(ABC):
     ) -> Any:
         """Make one call on all ranks; a part of a call that runs is made here alone.
 
-        ``proceed`` is the module's own call, ``for_others`` the other ranks' arguments, where they differ, and
-        ``rewritten`` names parameters to compare by content also in the middle of a run.
+        ``proceed`` is the module's own call, ``for_others`` the other ranks' arguments where they differ; ``rewritten``
+        names parameters to compare by content also in the middle of a run.
 
         Raises:
             InputError: the module is being trained, or has changed in a way that copies cannot be given; an argument

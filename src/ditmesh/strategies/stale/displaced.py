@@ -94,16 +94,15 @@ class DisplacedParallel(StaleSequence):
     def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh, control, blocks)
         self._codec, self._predicts = codec(config.compress), config.predicts_keys
-        self._ring, self._buffers = mesh.ring, RequestValue(dict[Key, _Buffer])
+        self._ring, self._buffers = mesh.ring, RequestValue(_Buffers)
 
     @property
-    def buffers(self) -> dict[Key, _Buffer]:
+    def buffers(self) -> _Buffers:
         """The buffers of the request, by branch, block and attention call."""
         return self._buffers.value
 
     def end_request(self) -> None:
-        for buffer in self._buffers.renew().values():
-            buffer.finish()
+        self._buffers.renew().finish()
 
     def moved_on(self, step: int) -> float | None:
         if not self._predicts:
@@ -300,6 +299,15 @@ class _Buffer:
         arriving, self._arriving = self._arriving, None
         if arriving is not None:
             arriving.wait()
+
+
+class _Buffers(dict[Key, _Buffer]):
+    """The buffers of one request."""
+
+    def finish(self) -> None:
+        """End the transfer of all messages."""
+        for buffer in self.values():
+            buffer.finish()
 
 
 class StaleStrategy(TokenStrategy):
