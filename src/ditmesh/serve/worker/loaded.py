@@ -24,7 +24,6 @@ from ...generate.job import PictureJob, check_config, check_content, check_layou
 from ...generate.loras import LAYERS
 from ...generate.model_info import ModelInfo, find_model
 from ...generate.outputs import PipelineOutput
-from ...generate.preview import latent_colours
 from ...generate.receipt import Receipt
 from ...generate.runner import (
     PipelineRunner,
@@ -43,6 +42,7 @@ from ..offers import ModelSpec, check_output
 from ..types import ModelCard
 from .batching import Batcher
 from .coroutines import PipelineTask, copied
+from .previews import latent_colours
 from .protocol import Start
 from .rendezvous import HostAllGather
 
