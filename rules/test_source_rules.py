@@ -34,7 +34,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     # Of a tensor on a GPU it raises.
     "numpy of what may be on a device": {
         "core/digests.py": "a generator's state is on the host on every device",
-        "generate/preview.py": "the colours were brought to the host",
+        "serve/worker/previews.py": "the colours were brought to the host",
         "lab/study/running.py": "read from a file",
     },
 }

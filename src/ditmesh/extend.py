@@ -23,7 +23,6 @@ _NAMES = {
     "generate.job": "PER_CALL PictureJob check_content job_for",
     "generate.model_info": "find_model",
     "generate.modular": "call_parameters",
-    "generate.preview": "LatentColours latent_colours",
     "generate.receipt": "MOST_PIXELS Receipt text_chunk",
     "generate.runner": "PipelineRunner facts_on_rank",
     "generate.schedulers": "SCHEDULERS scheduler_named",
@@ -34,6 +33,7 @@ _NAMES = {
     "ranks": "RemotePipeline",
     "request": "PictureRequest size_of",
     "serve.types": "Event Job",
+    "serve.worker.previews": "LatentColours latent_colours",
     "strategies.checked": "result_error",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

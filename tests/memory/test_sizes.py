@@ -16,9 +16,10 @@ from ditmesh import ParallelConfig
 from ditmesh.cli.values import parse_settings
 from ditmesh.errors import InputError
 from ditmesh.generate import runner
-from ditmesh.generate.arguments import call_parameters, check_call
+from ditmesh.generate.arguments import check_call
 from ditmesh.generate.job import PictureJob, check_config, check_content
 from ditmesh.generate.model_info import ModelInfo, find_model
+from ditmesh.generate.modular import call_parameters
 from ditmesh.lab.plan.hardware import machine
 from ditmesh.lab.plan.subject import subject
 from ditmesh.memory import check as memory

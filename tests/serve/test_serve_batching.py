@@ -27,7 +27,6 @@ from ditmesh.core.files import digest_of_file
 from ditmesh.errors import InputError, RankFailed
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.outputs import outputs_of
-from ditmesh.generate.preview import LatentColours
 from ditmesh.generate.receipt import read_receipt
 from ditmesh.generate.steps import loop_steps
 from ditmesh.launch import RankPool
@@ -36,7 +35,7 @@ from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.worker import worker
 from ditmesh.serve.worker.batching import Batcher
 from ditmesh.serve.worker.loaded import LoadedModel
-from ditmesh.serve.worker.previews import preview_jpeg
+from ditmesh.serve.worker.previews import LatentColours, preview_jpeg
 from ditmesh.serve.worker.protocol import (
     Beat,
     Cancel,

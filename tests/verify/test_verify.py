@@ -262,7 +262,7 @@ def test_the_command_says_what_fails(model, tmp_path, capfd):
     """With a tolerance of 0 the ring fails; Ulysses has the same bits."""
     (tmp_path / "ring.yaml").write_text("ring: 2\n")
     code = command(
-        "--configs", "ulysses=2", tmp_path / "ring.yaml", "--model", model, "--prompt", "a red fox", "--steps", "2",
+        "ulysses=2", tmp_path / "ring.yaml", "--model", model, "--prompt", "a red fox", "--steps", "2",
         "--guidance", "3", "--size", "48x32", "--tolerance", "0", "--threads", "1", "--device", "cpu", "--json",
     )  # fmt: skip
     captured = capfd.readouterr()

@@ -45,10 +45,6 @@ class CompareOptions:
             help="Generate from this prompt; may be repeated.", show_default="an embedded model's first caption"
         ),
     ] = None
-    more_configs: Annotated[
-        list[str] | None,
-        common_option("--configs", metavar="CONFIG", help="Verify this configuration too; may be repeated."),
-    ] = None
     all_of: Annotated[
         int | None,
         common_option(
@@ -94,7 +90,7 @@ def verify(
     from ..generate.job import check_job
     from ..generate.run import PRELOAD
 
-    asked = configs_of([*(comparing.more_configs or []), *(configs or [])])
+    asked = configs_of(configs or [])
     if not asked and comparing.all_of is None:
         raise InputError('there is no configuration to verify; write one, such as "ulysses=2", or say --all 2')
     if samples.num_images > MOST_TOGETHER:

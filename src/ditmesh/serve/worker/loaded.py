@@ -25,7 +25,6 @@ from ...generate.loras import LAYERS
 from ...generate.model_info import ModelInfo, find_model
 from ...generate.modular import guided_by
 from ...generate.outputs import PipelineOutput
-from ...generate.preview import latent_colours
 from ...generate.receipt import Receipt
 from ...generate.runner import (
     PipelineRunner,
@@ -44,6 +43,7 @@ from ..offers import ModelSpec, check_output
 from ..types import ModelCard
 from .batching import Batcher
 from .coroutines import PipelineTask, copied
+from .previews import latent_colours
 from .protocol import Start
 from .rendezvous import HostAllGather
 
