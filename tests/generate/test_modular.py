@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import ClassifierFreeGuidance
+from ditmesh.layout.describe import meta_model
 from PIL import Image
 
 import ditmesh
@@ -21,7 +22,6 @@ from ditmesh.engine.auto import guided
 from ditmesh.generate.model_info import find_model, parameters_of
 from ditmesh.generate.modular import INDEX, call_parameters, guided_by
 from ditmesh.generate.receipt import read_receipt
-from ditmesh.layout.describe import meta_model
 from ditmesh.memory.phases import Component, Components, needs
 from ditmesh.memory.sizes import Workload
 from ditmesh.serve.offers import ModelSpec
