@@ -83,7 +83,8 @@ def guided_by(pipe: Any, arguments: dict[str, Any]) -> Iterator[None]:
 
     with ExitStack() as undo:
         if isinstance(pipe, ModularPipeline) and all(item.name != GUIDANCE for item in pipe.blocks.inputs):
-            scale, guider = arguments.pop(GUIDANCE, None), getattr(pipe, "guider", None)
+            guider: Any = getattr(pipe, "guider", None)
+            scale = arguments.pop(GUIDANCE, None)
             if scale is not None and hasattr(guider, GUIDANCE):
                 undo.callback(setattr, guider, GUIDANCE, guider.guidance_scale)
                 guider.guidance_scale = scale
