@@ -15,7 +15,6 @@ from ditmesh.attention.kernels import (
     merge_,
     merge_out_,
 )
-from ditmesh.attention.kernels import lse as lse_
 from ditmesh.attention.kernels.backends import BackendWithLse
 from ditmesh.attention.kernels.builtin import Math, Native
 from support.ring_rounding import CASES, gradients, rms_error, round_the_ring
@@ -100,7 +99,7 @@ def test_a_sum_in_half_precision_is_found():
 def test_copies_are_made_where_they_cost_little(amx):
     """Of the kernels of torch and of ditmesh; a function of a program gets its tensors as they are."""
     q = torch.zeros(1, 2, 3, 8)
-    with mock.patch.object(lse_, "_amx", return_value=amx):
+    with mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=amx):
         found = {
             name: [LocalAttention(kernel).unrounded(q.to(dtype)) for dtype in DTYPES]
             for name, kernel in (

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import ClassifierFreeGuidance
-from ditmesh.layout.describe import meta_model
 from PIL import Image
 
 import ditmesh
@@ -22,6 +21,7 @@ from ditmesh.engine.auto import guided
 from ditmesh.generate.model_info import find_model, parameters_of
 from ditmesh.generate.modular import INDEX, call_parameters, guided_by
 from ditmesh.generate.receipt import read_receipt
+from ditmesh.layout.probe import meta_model
 from ditmesh.memory.phases import Component, Components, needs
 from ditmesh.memory.sizes import Workload
 from ditmesh.serve.offers import ModelSpec

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from ..core.objects import kept_tensors
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
 from ..core.values import tracked
-from ..errors import LayoutError
+from ..errors import DitmeshError, LayoutError
 from ..layout import Leaf
+from ..layout.record import error_line
 from ..parts.own_tokens import OwnTokens
+from .hooks import SHAPE_ERRORS
 
 _SPLITS = (Tensor.split, Tensor.split_with_sizes, Tensor.chunk, torch.split, torch.split_with_sizes, torch.chunk)
 # Functions that tell heads apart, by how many numbers their arguments have then.
@@ -155,6 +158,8 @@ class ByHeads:
         self._width = getattr(module, "inner_dim", None) or getattr(getattr(module, "to_q", None), "out_features", 0)
         self._run: HeadRun | None = None
         self._streams: dict[str, str] = {}
+        # Whether a run by heads was compared with one of all heads on every rank.
+        self._compared = False
         undo = ExitStack()
 
         def at_a_projection(linear: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -197,7 +202,11 @@ class ByHeads:
     def _with_some_heads(
         self, arguments: Arguments, given: dict[str, Tensor], shares: dict[str, Partition], deriving: bool
     ) -> Any:
-        heads, run = self._module.heads, HeadRun(self._link, self._module)
+        heads, run, truth = self._module.heads, HeadRun(self._link, self._module), None
+        if not (self._compared or deriving) and all(self._head_dim(value) for *_, value in kept_tensors(arguments)):
+            # That heads stay apart up to the output's projection shows in numbers alone.
+            self._compared = True
+            truth = self._on_all_tokens(deepcopy(arguments), given, shares)
         self._cut(arguments, given, *run.place)
         for path, value in given.items():
             arguments.set(path, run.enter(value, shares[path]))
@@ -209,11 +218,30 @@ class ByHeads:
             for place, key, value in kept_tensors(arguments):
                 if isinstance(value, HeadTokens):
                     place[key] = value.whole()
+        except SHAPE_ERRORS as error:
+            if isinstance(error, (DitmeshError, torch.OutOfMemoryError)):
+                raise
+            name = type(self._module).__name__
+            raise LayoutError(
+                f"{name} cannot run with some of its heads ({error_line(error)}); use data or cfg"
+            ) from error
         finally:
             self._module.heads, run.ended, self._run = heads, True, None
         if any(isinstance(v, Tensor) and not isinstance(v, HeadTokens) for v in tree_leaves(output)):
             raise LayoutError(f"{type(self._module).__name__} returns what it has not projected; use data or cfg")
-        return tree_map(lambda v: (v.own.clone() if deriving else v.own) if isinstance(v, HeadTokens) else v, output)
+        output = tree_map(lambda v: (v.own.clone() if deriving else v.own) if isinstance(v, HeadTokens) else v, output)
+        if truth is not None:
+            self._compare(tree_leaves(output), tree_leaves(truth))
+        return output
+
+    def _compare(self, values: list[Any], truth: list[Any]) -> None:
+        """Refuse a module, on all ranks alike, that mixes its heads before the output's projection."""
+        pairs = [pair for pair in zip(values, truth, strict=True) if isinstance(pair[1], Tensor)]
+        off = [(own - right).norm() / (torch.finfo(right.dtype).eps ** 0.5 * right.norm()) for own, right in pairs]
+        worst = torch.stack(off).max().float().reshape(1)
+        if self._link.all_gather(worst, (1,) * self._link.size, 0).max() > 1:
+            name = type(self._module).__name__
+            raise LayoutError(f"{name} mixes its heads before the output's projection; use data or cfg for this model")
 
     def _on_all_tokens(self, arguments: Arguments, given: dict[str, Tensor], shares: dict[str, Partition]) -> Any:
         for path, value in given.items():

@@ -70,7 +70,7 @@ class Queue:
         self.queued = self.running = 0
         self._database = QueueDatabase(folder)
         self.folder = self._database.folder
-        # When images under way began, by job and number; seconds of the latest images, by model and work.
+        # When images under way began, by job and number; seconds of the fastest images, by model and work.
         self._begun: dict[tuple[str, int], float] = {}
         self._seconds: dict[tuple[str, float], float] = {}
         self._database.connection.create_function("seconds", 2, lambda *kind: self._seconds.get(kind, 0.0))
@@ -194,7 +194,7 @@ class Queue:
                 if len(self._seconds) > KINDS:
                     self._seconds.clear()
                 kind, seconds = (job["model"], job["work"]), self._now() - begun
-                self._seconds[kind] = (self._seconds.get(kind, seconds) + seconds) / 2
+                self._seconds[kind] = min(self._seconds.get(kind, seconds), seconds)
             done = "SELECT count(*) FROM pictures WHERE job = ? AND file IS NOT NULL"
             if db.execute(done, (job["number"],)).fetchone()[0] == job["n"]:
                 self._end(db, job, "succeeded")
@@ -355,7 +355,7 @@ def as_job(db: sqlite3.Connection, row: sqlite3.Row) -> Job:
 def _urgency(now: float) -> str:
     """The order of one owner's jobs: the highest priority, then the earliest deadline, then the oldest job.
 
-    A job that is late, or will be by the seconds of the latest image like its own, waits like one without a deadline:
+    A job that is late, or will be by the seconds of the fastest image like its own, waits like one without a deadline:
     before others it would make those late as well.
     """
     due = f"CASE WHEN j.due > {now!r} + seconds(j.model, j.work) THEN j.due END"
