@@ -146,17 +146,10 @@ def test_chunk_by_chunk(ranks, name, config):
         assert share == pytest.approx(own, abs=1e-3)
 
 
-class Centred(nn.Module):
-    """Takes the mean of all heads off each token."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value - value.mean(-1, keepdim=True)
-
-
 def mixed(config: dict[str, Any]) -> str:
     model, draw, _ = windows()
     out = model.transformer_blocks[1].attn1.to_out
-    out[0] = nn.Sequential(Centred(), out[0])
+    out[0] = nn.Sequential(nn.Softmax(-1), out[0])
     with torch.no_grad(), ditmesh.parallelized(model, config), pytest.raises(ditmesh.LayoutError) as error:
         draw()
     return str(error.value)
