@@ -29,12 +29,12 @@ _NAMES = {
     "launch": "resolve_device",
     "layout.derive": "block_lists",
     "layout.forms": "form_of",
+    "layout.record": "result_error",
     "media.images": "as_seen",
     "ranks": "RemotePipeline",
     "request": "PictureRequest size_of",
     "serve.types": "Event Job",
     "serve.worker.previews": "LatentColours latent_colours",
-    "strategies.checked": "result_error",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -347,3 +347,23 @@ def off_by(here: Tensor, expected: Tensor) -> float:
 def tolerance(value: Tensor) -> float:
     """The tolerance for a block on some of its tokens."""
     return _TOLERANCE.get(value.dtype, 5e-2)
+
+
+def result_error(output: Any, truth: Any) -> tuple[float, str]:
+    """The error of a result as a multiple of its dtype's tolerance, and a description of the largest."""
+    result, expected = (
+        {path: leaf for path, leaf in Arguments((), (value,), {}).leaves() if isinstance(leaf, Tensor)}
+        for value in (output, truth)
+    )
+    if {p: v.shape for p, v in result.items()} != {p: v.shape for p, v in expected.items()}:
+        shapes = [", ".join(str(tuple(v.shape)) for v in one.values()) for one in (result, expected)]
+        return float("inf"), f"has shape {shapes[0]}, that of one device {shapes[1]}"
+    worst = (0.0, "")
+    for path, value in expected.items():
+        if not value.is_floating_point() or (value.isnan() & result[path].isnan()).all():
+            continue
+        error = off_by(result[path], value)
+        allowed = error / tolerance(value)
+        if not allowed <= worst[0]:
+            worst = (allowed if allowed == allowed else float("inf"), f"is off by {error:.2g} of the largest value")
+    return worst

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import ParallelConfig
 from ..core.arguments import Arguments
@@ -16,7 +16,7 @@ from ..layout import TokenLayout
 from ..layout.between import fresh
 from ..layout.derive import without_hooks
 from ..layout.forms import form_of
-from ..layout.record import off_by, tolerance
+from ..layout.record import result_error
 from ..layout.types import GIVEN, CallForm
 from ..staleness.control import WarmupControl
 from .base import Context, ParallelModel, Strategy
@@ -95,23 +95,3 @@ class LayoutCheck:
             "something in it, a patch perhaps, uses tokens in a way that its blocks do not show; run this call on "
             "one device"
         )
-
-
-def result_error(output: Any, truth: Any) -> tuple[float, str]:
-    """The error of a result as a multiple of its dtype's tolerance, and a description of the largest."""
-    result, expected = (
-        {path: leaf for path, leaf in Arguments((), (value,), {}).leaves() if isinstance(leaf, Tensor)}
-        for value in (output, truth)
-    )
-    if {p: v.shape for p, v in result.items()} != {p: v.shape for p, v in expected.items()}:
-        shapes = [", ".join(str(tuple(v.shape)) for v in one.values()) for one in (result, expected)]
-        return float("inf"), f"has shape {shapes[0]}, that of one device {shapes[1]}"
-    worst = (0.0, "")
-    for path, value in expected.items():
-        if not value.is_floating_point() or (value.isnan() & result[path].isnan()).all():
-            continue
-        error = off_by(result[path], value)
-        allowed = error / tolerance(value)
-        if not allowed <= worst[0]:
-            worst = (allowed if allowed == allowed else float("inf"), f"is off by {error:.2g} of the largest value")
-    return worst

@@ -29,7 +29,7 @@ from ..core.patching import Patch
 from ..core.values import tracked
 from ..errors import DitmeshError, LayoutError
 from ..layout import Leaf
-from ..layout.record import error_line
+from ..layout.record import error_line, result_error
 from ..parts.own_tokens import OwnTokens
 from .hooks import SHAPE_ERRORS
 
@@ -231,17 +231,17 @@ class ByHeads:
             raise LayoutError(f"{type(self._module).__name__} returns what it has not projected; use data or cfg")
         output = tree_map(lambda v: (v.own.clone() if deriving else v.own) if isinstance(v, HeadTokens) else v, output)
         if truth is not None:
-            self._compare(tree_leaves(output), tree_leaves(truth))
+            self._compare(output, truth)
         return output
 
-    def _compare(self, values: list[Any], truth: list[Any]) -> None:
+    def _compare(self, output: Any, truth: Any) -> None:
         """Refuse a module, on all ranks alike, that mixes its heads before the output's projection."""
-        pairs = [pair for pair in zip(values, truth, strict=True) if isinstance(pair[1], Tensor)]
-        off = [(own - right).norm() / (torch.finfo(right.dtype).eps ** 0.5 * right.norm()) for own, right in pairs]
-        worst = torch.stack(off).max().float().reshape(1)
-        if self._link.all_gather(worst, (1,) * self._link.size, 0).max() > 1:
-            name = type(self._module).__name__
-            raise LayoutError(f"{name} mixes its heads before the output's projection; use data or cfg for this model")
+        worst = max(self._link.all_gather_object(result_error(output, truth)))
+        if worst[0] > 1:
+            raise LayoutError(
+                f"{type(self._module).__name__} mixes its heads before the output's projection: with some of them its "
+                f"output {worst[1]}; use data or cfg for this model"
+            )
 
     def _on_all_tokens(self, arguments: Arguments, given: dict[str, Tensor], shares: dict[str, Partition]) -> Any:
         for path, value in given.items():
