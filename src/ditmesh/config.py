@@ -427,9 +427,9 @@ class ParallelConfig(BaseModel):
 
         Whole weights before ``tensor`` and ``shard``, the smaller degree of these first, and before more is cut
         ``precompute``, with which weights leave a GPU. With at least as many images as devices ``data``; else ``cfg=2``
-        if guidance runs two branches, Ulysses as far as the heads divide and up to 8 ranks, and ``ring`` for the rest:
-        of at most 8 ranks whose heads do not divide with gathered keys, which keep the bits of one device and were not
-        slower; of more with keys that travel beside attention, because those ranks are of several hosts.
+        if guidance runs two branches, Ulysses as far as the heads divide and up to 8 ranks, and ``ring`` for the rest.
+        Up to 8 ranks gather keys if the heads do not divide: one device's bits, and not slower. Among more ranks, which
+        are on several hosts, keys travel beside attention.
 
         Args:
             heads: attention heads of the model (the smallest number among its blocks).

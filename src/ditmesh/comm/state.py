@@ -115,7 +115,8 @@ class Traffic:
     def add(self, axis: str, sent: int) -> None:
         """Count one call on ``axis`` that sends ``sent`` bytes to other ranks.
 
-        Nothing is counted in a compiled graph, which would depend on the numbers: torch would compile every block anew.
+        Compiled graphs do not count: a graph that reads the counters depends on them, and torch would compile every
+        block again.
         """
         if torch.compiler.is_compiling():
             return

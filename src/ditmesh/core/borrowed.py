@@ -1,4 +1,4 @@
-"""Names of other libraries that are private there, or promised by nobody, and that ditmesh relies on.
+"""Private or undocumented names of other libraries on which ditmesh relies.
 
 A library may rename each of them in any version. What is missing is said in one sentence when a pipeline is made
 parallel, before anything has run, and on every rank; tests delete each name, and find names that are not listed.
@@ -50,7 +50,7 @@ def borrowed_names() -> tuple[Borrowed, ...]:
 
 
 def owner_of(row: Borrowed) -> Any:
-    """The object whose names a row lists; None: its module is not loaded, so that nothing of it is used yet."""
+    """The object whose names a row lists; None: its module is not loaded, so no name of this object is used yet."""
     path, _, inside = row.owner.partition(":")
     if (owner := sys.modules.get(path)) is None or not inside:
         return owner

@@ -155,11 +155,11 @@ def computed_ahead(
     dtype: torch.dtype,
     in_pieces: bool = False,
 ) -> Needs:
-    """Bytes of one of ``tensor`` ranks: `weights` of the modules whose values are computed ahead, `kept` for these.
+    """Bytes of one of ``tensor`` ranks: `weights` of modules that are computed ahead, and `kept` for their values.
 
     Args:
         workload: of a rank; values are kept for all of its steps.
-        in_pieces: ranks share the others in pieces, and modules that go ahead in this request alone are among these.
+        in_pieces: ranks share the other weights in pieces, also those of modules that go ahead in this request alone.
 
     Raises: as `denoise`.
     """

@@ -24,8 +24,8 @@ from .database import QueueDatabase
 
 # Seconds after which a client should retry when too many images wait.
 RETRY_SECONDS = 5.0
-# Of images, whose seconds are known at a time: clients choose sizes and steps.
-KINDS = 1000
+# The most kinds of images (model and work) whose seconds are kept: clients choose sizes and steps.
+MOST_KINDS = 1000
 
 # Which image is next: of jobs that ranks have failed under; then of the owner who has had the least; of that owner
 # the most urgent (`_urgency`). Priorities and deadlines order their owner's jobs: any client may ask for the highest,
@@ -191,7 +191,7 @@ class Queue:
             if not db.execute(update, (file, image.model_dump_json(), job["number"], picture)).rowcount:
                 return None
             if (begun := self._begun.pop((id, picture), None)) is not None:
-                if len(self._seconds) > KINDS:
+                if len(self._seconds) > MOST_KINDS:
                     self._seconds.clear()
                 kind, seconds = (job["model"], job["work"]), self._now() - begun
                 self._seconds[kind] = min(self._seconds.get(kind, seconds), seconds)
