@@ -165,10 +165,14 @@ class Dispatcher:
         # replica soon runs nothing.
         if head is None or (head.again and slot.running and exclusive is None):
             return False
+        # Images that run at the same time take turns, so a deadline limits their number.
+        if len(slot.running) + 1 > min([head.company, *(live.company for live, _ in slot.running.values())]):
+            return False
         picture = await jobs.on_disk(jobs.queue.begin, head.id)
         if picture is None:
             return False
         live = jobs.live_jobs[head.id]
+        live.company = head.company
         jobs.begin(live, picture, slot.replica)
         task, request = live.task(picture), live.job.request
         slot.running[task] = (live, picture)

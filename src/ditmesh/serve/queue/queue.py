@@ -39,10 +39,17 @@ WAITING = (
 
 @dataclass(frozen=True)
 class NextJob:
-    """The job with the next image; ``again``: ranks have failed under it."""
+    """The job with the next image.
+
+    Attributes:
+        again: ranks have failed under it.
+        company: how many images may run on its replica at a time, itself included, so that it can be in time, by the
+            seconds of the fastest image of its kind.
+    """
 
     id: str
     again: bool
+    company: float
 
 
 class Queue:
@@ -142,11 +149,13 @@ class Queue:
 
     def head(self, job: str | None = None) -> NextJob | None:
         """The job with the image that begins next; ``job``: only this one."""
-        query, values = f"SELECT j.id, j.attempt > 1 AS again {WAITING}", []
+        fastest = "max(seconds(j.model, j.work), 1e-3)"
+        company = f"CASE WHEN j.due > j.created + {fastest} THEN (j.due - j.created) / {fastest} ELSE 9e9 END"
+        query, values = f"SELECT j.id, j.attempt > 1 AS again, {company} AS company {WAITING}", []
         if job is not None:
             query, values = f"{query} AND j.id = ?", [job]
         rows = self._rows(f"{query} ORDER BY {ORDER}{_urgency(self._now())} LIMIT 1", *values)
-        return NextJob(rows[0]["id"], bool(rows[0]["again"])) if rows else None
+        return NextJob(rows[0]["id"], bool(rows[0]["again"]), rows[0]["company"]) if rows else None
 
     def begin(self, id: str) -> int | None:
         """Begin a job's next image, and charge its owner; the image's number, or None if none waits."""
