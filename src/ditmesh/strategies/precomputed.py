@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ from .tensor.parallel import TensorParallel
 
 # Calls of a request that may be other than foreseen; then the modules compute as ever until it ends.
 MAX_SURPRISES = 4
+# Attributes that torch gives every module, apart from those that have a say in what it computes.
+_NO_SETTINGS = vars(nn.Module()).keys() - {"training", "_buffers", "_forward_hooks", "_forward_pre_hooks"}
 
 # The values of one call: for every module what it returns, call by call.
 Row = dict[str, list[Any]]
@@ -300,15 +302,19 @@ class PrecomputedModel:
 
     def _state(self, path: str) -> list[Any]:
         """What a module computes with: its weights as they lie in memory, and the settings of it and its layers."""
+        # Every step asks for all of them: `get_submodule` would take most of the time.
+        root = self._model
+        for name in path.split("."):
+            root = cast(nn.Module, root._modules[name])
         return [
             [
                 *(
-                    None if each in self._away else (each.data_ptr(), version_of(each))
-                    for each in module.parameters(False)
+                    None if each is None or each in self._away else (each.data_ptr(), version_of(each))
+                    for each in module._parameters.values()
                 ),
-                *((name, _plain(value)) for name, value in vars(module).items() if not name.startswith("_backward")),
+                *((name, _plain(value)) for name, value in vars(module).items() if name not in _NO_SETTINGS),
             ]
-            for module in self._model.get_submodule(path).modules()
+            for module in root.modules()
         ]
 
     def _absent(self, weight: Tensor) -> bool:
@@ -478,11 +484,11 @@ def _plain(value: Any) -> Any:
     """A value of settings that compares by content; of what is no setting its identity."""
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return id(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    return (id(value), version_of(value)) if isinstance(value, Tensor) else id(value)
 
 
 def _scaled(schedule: Tensor, scheduler: Any, like: Tensor) -> Iterable[Tensor]:
