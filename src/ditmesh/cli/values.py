@@ -43,9 +43,7 @@ def parallel_config(
 ) -> tuple[int, ParallelConfig | None]:
     """The number of ranks and their configuration (None: the engine chooses), from the given options.
 
-    Args:
-        devices: None: the product of the degrees, or the ranks that torchrun has started.
-        heads: attention heads of the model, when known.
+    ``devices``: None: the product of the degrees, or the ranks that torchrun has started.
     """
     degrees = any(name in AXES for name in settings)
     place = torchrun_rank()

@@ -214,11 +214,8 @@ class RankGrid:
     def agree(self, refusal: str) -> None:
         """Refuse something on all ranks if one of them does, before any of them begins. A collective call.
 
-        Args:
-            refusal: this rank's, a sentence; empty: it has none.
-
-        Raises:
-            ConfigError: the first refusal, the same sentence on all ranks.
+        ``refusal``: this rank's, a sentence; empty: it has none. `ConfigError`: the first refusal, the same sentence on
+        all ranks.
         """
         every = [refusal] if self.world_size == 1 else gather_objects(refusal, self._control)
         first = next((rank for rank, said in enumerate(every) if said), None)

@@ -41,13 +41,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Notice(NamedTuple):
-    """A failure of a rank.
-
-    Attributes:
-        rank: the failed one.
-        request: number of the request; None: the rank has ended, and fails every request.
-        reason: the error, one line.
-    """
+    """A failure of a rank; ``request``: number of the request; None: the rank has ended, and fails every request."""
 
     rank: int
     request: int | None

@@ -248,9 +248,6 @@ class WeightDigests:
     A weight counts as changed when it is another tensor, lies elsewhere, has another form, or was written to in place
     (torch counts that). Writes that torch does not count, through ``.data`` or numpy, show in 64 of its values, which
     are read each time, or not at all. Weights that accelerate offloads are always elsewhere: for them it is the same.
-
-    Args:
-        pipe: the pipeline, or a module.
     """
 
     def __init__(self, pipe: Any) -> None:

@@ -21,12 +21,8 @@ except ImportError:  # Windows
 def written_whole(path: str | Path, replace: bool = True) -> Iterator[Path]:
     """A temporary file beside ``path`` to write to; when the block ends without an error it takes that name.
 
-    Args:
-        replace: a file of that name is replaced; False: it stays, even if another process makes it meanwhile.
-
-    Raises:
-        FileExistsError: there is such a file, and ``replace`` is False.
-        OSError: the file cannot be written.
+    ``replace``: a file of that name is replaced; False: it stays, even if another process makes it meanwhile.
+    `FileExistsError`: there is such a file, and ``replace`` is False.
     """
     path = Path(path)
     temporary = path.with_name(f".{os.getpid()}-{os.urandom(4).hex()}.tmp")

@@ -62,7 +62,6 @@ class LaterSteps:
     So what it reads, such as the weights of a module, need not be there afterwards.
 
     Args:
-        inputs: as they are in the run.
         steps: their values in each later step, of the same shapes, dtypes and devices.
 
     Attributes:

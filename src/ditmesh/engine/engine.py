@@ -40,9 +40,6 @@ class Engine:
     Args:
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
         owns_mesh: whether `close` gives the mesh's groups back.
-
-    Attributes:
-        strategies: those in force, in the order in which they are applied.
     """
 
     def __init__(

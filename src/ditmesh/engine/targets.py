@@ -70,10 +70,8 @@ def mark(owner: Any, engine: Any) -> Callable[[], None]:
 def engine_of(target: Any) -> Engine:
     """The engine of a parallelised ``target``, with its config, mesh and byte counters.
 
-    Before a first call that is to show the layout, it knows its configuration and its mesh only.
-
-    Raises:
-        InputError: there is none.
+    Before a first call that is to show the layout, it knows its configuration and its mesh only. `InputError`: there is
+    none.
     """
     engine = getattr(target, ENGINE, None)
     if engine is None:

@@ -20,13 +20,7 @@ MEET_SECONDS = 60.0
 
 
 class HostedCall(Generic[T]):
-    """The value or exception of this process, and the values of the other ranks.
-
-    Attributes:
-        value: the result of this process, if nothing was raised.
-        error: the exception of this process.
-        others: what ranks 1, 2, … have returned.
-    """
+    """The value or exception of this process, and the values of the other ranks."""
 
     value: T
     error: BaseException | None = None
@@ -43,10 +37,7 @@ class HostedRanks(RankPool):
     """Ranks 1, 2, … on this machine, of which this process is rank 0, with its own device and its own threads.
 
     The process joins a process group, torch's default one, until `close`. Its ranks end with it, however it ends, and
-    with a call that raises on one of them.
-
-    Raises:
-        ConfigError: as `RankPool`; or this process is in a process group already.
+    with a call that raises on one of them. `ConfigError`: as `RankPool`; or this process is in a process group already.
     """
 
     _first = 1

@@ -281,12 +281,8 @@ def derive_layout(
 
     Args:
         model: a transformer in evaluation mode, without hooks of ditmesh.
-        call: the arguments of its forward by name.
         run: what to call with them; default: the model.
         lists: the block lists to look at; default: all that hold at least half as many tokens as any other.
-
-    Returns:
-        The forward's result, and the layout.
 
     Raises:
         LayoutError: the blocks' tensors cannot be explained as tokens; names the block and the argument or module.

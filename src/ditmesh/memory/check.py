@@ -115,8 +115,7 @@ class Demand:
         """Bytes of the rank that needs most, and in which phase; ``usual``: where no request is known, of the model's
         usual one instead of loading alone.
 
-        Raises:
-            LayoutError: the model cannot run without values, so that is not known.
+        `LayoutError`: the model cannot run without values, so that is not known.
         """
         request = self.workload or self.usual
         if config.inputs == "per-data-rank":

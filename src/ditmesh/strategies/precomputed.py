@@ -48,7 +48,6 @@ class _Batch:
     """Calls whose values were computed together.
 
     Attributes:
-        form: of the calls.
         compares: how many of them are still to be compared with the modules themselves: the first, and the first that
             is computed for a later step.
         shapes: by path, what a module is given in each of its calls.
@@ -65,9 +64,7 @@ class _Foreseen:
 
     Attributes:
         batch: the calls that it was computed with.
-        branch: of guidance.
         timestep, others: its tensors and numbers, but for those of the image, by path.
-        row: its values.
     """
 
     batch: _Batch
@@ -79,10 +76,6 @@ class _Foreseen:
 
 class PrecomputedModel:
     """The precomputed values of one transformer.
-
-    Args:
-        model: with its layout.
-        context: of the request.
 
     Attributes:
         modules: paths of those whose values the latest calls took from a row.
@@ -252,8 +245,7 @@ class PrecomputedModel:
     ) -> list[_Foreseen]:
         """The values of a call, and of those that differ from it in nothing but a later timestep.
 
-        Raises:
-            LayoutError: a value of the image is needed to tell what runs.
+        `LayoutError`: a value of the image is needed to tell what runs.
         """
         given = arguments.copy()
         for path, value in arguments.leaves():
@@ -499,13 +491,7 @@ def _shapes(args: Any, kwargs: Mapping[str, Any]) -> tuple[torch.Size, ...]:
 
 
 class _Watch:
-    """Notes what every module of a model returns in a partial run, and where its weights are read.
-
-    Args:
-        model: without hooks.
-        run: the partial run.
-        slices: of its weights, if a rank holds slices.
-    """
+    """Notes what every module of a model returns in a partial run, and where its weights are read."""
 
     def __init__(self, model: nn.Module, run: PartialRun, slices: TensorParallel | None) -> None:
         self._model, self._run = model, run
@@ -556,11 +542,7 @@ class _Watch:
                 self._loose.add(id(tensor))
 
     def outputs(self, times: int) -> Row:
-        """What the outermost modules return that see nothing of the image, where their weights are larger than that.
-
-        Args:
-            times: the number of timesteps for which values are kept.
-        """
+        """What the outermost modules return that see nothing of the image, where their weights are larger than that."""
         row: Row = {}
         for path, calls in self._returned.items():
             outer = any(path.startswith(f"{other}.") for other in row)
