@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from itertools import count
 from math import isfinite
-from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import IO, Any
 
 try:
@@ -91,12 +91,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def without_folder(argument: str) -> str:
-    """A word of a command line to show around: of an absolute path, also behind ``--option=``, the last name only."""
-    option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-    path: PurePath = PureWindowsPath(value) if "\\" in value else PurePosixPath(value)
-    # The first part is the root, or the home folder.
-    away = len(path.parts) > 2 and (path.is_absolute() or value.startswith("~"))
-    return f"{option}{equals}{path.name}" if away else argument

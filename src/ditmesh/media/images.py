@@ -82,9 +82,9 @@ def read_mask(
         return as_mask(image, name)
 
 
-def image_size(file: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS) -> tuple[int, int]:
+def image_size(file: BinaryIO, name: str) -> tuple[int, int]:
     """(height, width) of an image as `read_image` returns it; only the file's head is read, as far as Pillow can."""
-    with opened_image(file, name, most_pixels) as image:
+    with opened_image(file, name) as image:
         width, height = image.size
         # Pillow swaps the sides of a TIFF by itself.
         if image.format != "TIFF" and _orientation(image, name) >= 5:
