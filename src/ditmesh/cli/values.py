@@ -78,8 +78,7 @@ def parallel_config(
 def read_settings(words: Sequence[str], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The settings with those of words such as ``"tiles=4"``, ``"warmup=fixed(2)"`` and ``"reproducible"``.
 
-    Raises:
-        ConfigError: a word is no setting with a value, or a setting is given twice.
+    `ConfigError`: a word is no setting with a value, or a setting is given twice.
     """
     changed = dict(settings or {})
     for word in words:

@@ -136,9 +136,7 @@ class RankGrid:
         """A gloo group of all ranks of the job for the caller alone, who destroys it. A collective call.
 
         For what exchanges at a pace of its own, such as a thread. None for a process that is no rank of a job.
-
-        Args:
-            timeout: deadline of its collectives; default: the mesh's.
+        ``timeout``: deadline of its collectives; default: the mesh's.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return None
@@ -226,11 +224,7 @@ class RankGrid:
     def check_device(self, device: torch.device | None) -> None:
         """Refuse, on all ranks alike, a model that computes on another kind of device. A collective call.
 
-        Args:
-            device: the model's; None: it has no weights.
-
-        Raises:
-            ConfigError: on all ranks alike.
+        ``device``: the model's; None: it has no weights.
         """
         self.agree(self.misfit(device))
 

@@ -76,8 +76,7 @@ class FailureWatcher:
     def close(self, seconds: float = _LEAVING_SECONDS) -> None:
         """Leave the ring; the thread ends when the previous rank has left it, too.
 
-        Args:
-            seconds: how long to wait until the next rank knows. After them it takes this one's process for ended.
+        ``seconds``: how long to wait until the next rank knows. After them it takes this one's process for ended.
         """
         if self._open:
             self._open = False

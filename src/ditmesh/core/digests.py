@@ -257,8 +257,7 @@ class WeightDigests:
     def look(self, adopt: bool = False) -> dict[str, tuple[str, int]]:
         """The digest and `id` of every weight, by name.
 
-        Args:
-            adopt: changed weights are known to be right: they are not hashed, and equal on the ranks that adopt them.
+        ``adopt``: changed weights are known to be right: they are not hashed, and equal on the ranks that adopt them.
         """
         weights = list(weights_of(self.pipe))
         before, self._known = self._known, {}

@@ -49,11 +49,10 @@ def written_whole(path: str | Path, replace: bool = True) -> Iterator[Path]:
 def lock_of(file: str | Path) -> IO[str] | None:
     """Lock a file for this process, until the result is closed or the process ends in any way.
 
+    `OSError`: the file cannot be made.
+
     Returns:
         The open file with this process's number in it; None: another process, or another part of this one, holds it.
-
-    Raises:
-        OSError: the file cannot be made.
     """
     opened = Path(file).open("a+", encoding="utf-8")  # noqa: SIM115 - it stays open
     try:

@@ -221,8 +221,7 @@ def is_patch(value: Any) -> bool:
 def put_aside(owners: Iterable[Any]) -> Callable[[], None]:
     """Leave objects for a while as they were without patches; returns what puts the patches back.
 
-    Raises:
-        InputError: when they are put back, and another has replaced the same attribute meanwhile.
+    `InputError`: when they are put back, and another has replaced the same attribute meanwhile.
     """
     held: list[tuple[dict[str, Any], str, _Replacement, Any]] = []
     for owner in owners:

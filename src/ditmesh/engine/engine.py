@@ -127,8 +127,7 @@ class Engine:
     def close(self) -> None:
         """Undo everything exactly. Collective if weights are distributed or the engine created its mesh.
 
-        Raises:
-            PeerError: weights could not be put together again; everything else is undone all the same.
+        `PeerError`: weights could not be put together again; everything else is undone all the same.
         """
         with self._undo:
             if self.config.cuts_weights or self.config.text_encoder in ("tensor", "sharded"):

@@ -102,8 +102,7 @@ def refuse_twice(target: Any) -> None:
 def denoisers(target: Any) -> list[nn.Module]:
     """The denoising transformers of a pipeline, or the transformer itself.
 
-    Raises:
-        InputError: there is none, or it is compiled as a whole.
+    `InputError`: there is none, or it is compiled as a whole.
     """
     models = [target] if isinstance(target, nn.Module) else [getattr(target, name, None) for name in DENOISERS]
     transformers = [model for model in models if isinstance(model, nn.Module)]
@@ -133,8 +132,7 @@ def controls(pipe: Any) -> list[nn.Module]:
 def find_layout(model: nn.Module) -> TokenLayout:
     """The reviewed layout of the model's class, else one derived by probing the model.
 
-    Raises:
-        LayoutError: no reviewed layout, and the probe failed; says why.
+    `LayoutError`: no reviewed layout, and the probe failed; says why.
     """
     return layout_of(model) or probe(model)
 

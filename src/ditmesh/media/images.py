@@ -57,12 +57,11 @@ def read_image(
 ) -> Image:
     """The image in a seekable file, upright sRGB; of an animation the first frame.
 
+    `InputError`: it is none, is corrupt, has more pixels, or samples of a range that cannot be known.
+
     Args:
         name: of the file, for messages.
         formats: of Pillow, which it may be of.
-
-    Raises:
-        InputError: it is none, is corrupt, has more pixels, or samples of a range that cannot be known.
     """
     with opened_image(file, name, most_pixels, formats) as image:
         image.load()

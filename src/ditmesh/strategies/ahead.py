@@ -31,8 +31,7 @@ NOTHING = Ahead((), 0.0, 0.0)
 def found_ahead_of(model: nn.Module, size: Size, steps: int, dtype: torch.dtype) -> Ahead:
     """What `found_ahead` finds in a call with these sizes of a transformer on the meta device.
 
-    Raises:
-        LayoutError: the transformer cannot run without values.
+    `LayoutError`: the transformer cannot run without values.
     """
 
     def of_call(make: Conventions) -> Ahead:

@@ -606,14 +606,13 @@ class Ahead:
 def found_ahead(model: nn.Module, inputs: Mapping[str, Any], times: Sequence[Tensor], steps: int) -> Ahead:
     """What could be computed ahead for all steps, by a run without the values of the image.
 
+    `LayoutError`: a value of the image is needed to tell what runs.
+
     Args:
         model: whole, maybe itself without values.
         inputs: of a call, by name; the first argument of the model is the image.
         times: those of the inputs that are other ones in every step.
         steps: how many.
-
-    Raises:
-        LayoutError: a value of the image is needed to tell what runs.
     """
     image = parameter_names(type(model).forward)[0]
     given = {name: _without_values(value) if name == image else value for name, value in inputs.items()}
