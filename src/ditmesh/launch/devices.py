@@ -29,8 +29,7 @@ RECORDED = 2000
 def resolve_device(device: DeviceChoice, world_size: int) -> DeviceKind:
     """The device of all ranks of this machine: ``"auto"`` is CUDA when a GPU is there, else the CPU.
 
-    Raises:
-        ConfigError: an unknown device, CUDA without a GPU, or fewer GPUs than ranks.
+    `ConfigError`: an unknown device, CUDA without a GPU, or fewer GPUs than ranks.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device {device!r} is unknown; use auto, cpu or cuda")

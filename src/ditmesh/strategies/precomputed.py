@@ -50,7 +50,6 @@ class _Batch:
     """Calls whose values were computed together.
 
     Attributes:
-        form: of the calls.
         compares: how many of them are still to be compared with the modules themselves: the first, and the first that
             is computed for a later step.
         shapes: by path, what a module is given in each of its calls.
@@ -67,9 +66,7 @@ class _Foreseen:
 
     Attributes:
         batch: the calls that it was computed with.
-        branch: of guidance.
         timestep, others: its tensors and numbers, but for those of the image, by path.
-        row: its values.
     """
 
     batch: _Batch
@@ -81,10 +78,6 @@ class _Foreseen:
 
 class PrecomputedModel:
     """The precomputed values of one transformer.
-
-    Args:
-        model: with its layout.
-        context: of the request.
 
     Attributes:
         modules: paths of those whose values the latest calls took from a row.
@@ -254,8 +247,7 @@ class PrecomputedModel:
     ) -> list[_Foreseen]:
         """The values of a call, and of those that differ from it in nothing but a later timestep.
 
-        Raises:
-            LayoutError: a value of the image is needed to tell what runs.
+        `LayoutError`: a value of the image is needed to tell what runs.
         """
         given = arguments.copy()
         for path, value in arguments.leaves():
@@ -505,13 +497,7 @@ def _shapes(args: Any, kwargs: Mapping[str, Any]) -> tuple[torch.Size, ...]:
 
 
 class _Watch:
-    """Notes what every module of a model returns in a partial run, and where its weights are read.
-
-    Args:
-        model: without hooks.
-        run: the partial run.
-        slices: of its weights, if a rank holds slices.
-    """
+    """Notes what every module of a model returns in a partial run, and where its weights are read."""
 
     def __init__(self, model: nn.Module, run: PartialRun, slices: TensorParallel | None) -> None:
         self._model, self._run = model, run
@@ -562,11 +548,7 @@ class _Watch:
                 self._loose.add(id(tensor))
 
     def outputs(self, times: int) -> Row:
-        """What the outermost modules return that see nothing of the image, where their weights are larger than that.
-
-        Args:
-            times: the number of timesteps for which values are kept.
-        """
+        """What the outermost modules return that see nothing of the image, where their weights are larger than that."""
         row: Row = {}
         for path, calls in self._returned.items():
             outer = any(path.startswith(f"{other}.") for other in row)
@@ -630,14 +612,13 @@ class Ahead:
 def found_ahead(model: nn.Module, inputs: Mapping[str, Any], times: Sequence[Tensor], steps: int) -> Ahead:
     """What could be computed ahead for all steps, by a run without the values of the image.
 
+    `LayoutError`: a value of the image is needed to tell what runs.
+
     Args:
         model: whole, maybe itself without values.
         inputs: of a call, by name; the first argument of the model is the image.
         times: those of the inputs that are other ones in every step.
         steps: how many.
-
-    Raises:
-        LayoutError: a value of the image is needed to tell what runs.
     """
     image = parameter_names(type(model).forward)[0]
     given = {name: _without_values(value) if name == image else value for name, value in inputs.items()}
