@@ -149,13 +149,12 @@ class Queue:
 
     def head(self, job: str | None = None) -> NextJob | None:
         """The job with the image that begins next; ``job``: only this one."""
-        now = self._now()
-        # What will be late may have any company, and takes less of the replica's time with it.
-        company = f"coalesce(({_in_time(now)} - {now!r}) / max(seconds(j.model, j.work), 1e-3), 9e9)"
+        fastest = "max(seconds(j.model, j.work), 1e-3)"
+        company = f"CASE WHEN j.due > j.created + {fastest} THEN (j.due - j.created) / {fastest} ELSE 9e9 END"
         query, values = f"SELECT j.id, j.attempt > 1 AS again, {company} AS company {WAITING}", []
         if job is not None:
             query, values = f"{query} AND j.id = ?", [job]
-        rows = self._rows(f"{query} ORDER BY {ORDER}{_urgency(now)} LIMIT 1", *values)
+        rows = self._rows(f"{query} ORDER BY {ORDER}{_urgency(self._now())} LIMIT 1", *values)
         return NextJob(rows[0]["id"], bool(rows[0]["again"]), rows[0]["company"]) if rows else None
 
     def begin(self, id: str) -> int | None:
@@ -368,12 +367,8 @@ def _urgency(now: float) -> str:
     A job that is late, or will be by the seconds of the fastest image like its own, waits like one without a deadline:
     before others it would make those late as well.
     """
-    return f"j.priority DESC, {_in_time(now)} IS NULL, {_in_time(now)}, j.number"
-
-
-def _in_time(now: float) -> str:
-    """A job's deadline if it can still be met, else NULL."""
-    return f"CASE WHEN j.due > {now!r} + seconds(j.model, j.work) THEN j.due END"
+    due = f"CASE WHEN j.due > {now!r} + seconds(j.model, j.work) THEN j.due END"
+    return f"j.priority DESC, {due} IS NULL, {due}, j.number"
 
 
 def _give_back(db: sqlite3.Connection, which: str) -> int:
