@@ -158,8 +158,8 @@ def test_a_deadline_that_cannot_be_met_any_more_does_not_go_first(opened: Any) -
     queue.submit("hopeless", request(deadline_ms=6000), "a", 2.0)
     queue.submit("small", request(deadline_ms=7000), "a", 1.0)
     queue.submit("possible", request(deadline_ms=9000), "a", 2.0)
-    # Of an image with other work nothing is known. What cannot be in time alone may have any company.
-    assert [int(queue.head(id).company) for id in ("possible", "hopeless")] == [1, 9e9]
+    # Of an image with other work nothing is known.
+    assert [(queue.head(id).left, queue.head(id).seconds) for id in ("possible", "hopeless")] == [(9, 8), (None, 8)]
     assert begun(queue) == ["small", "possible", "hopeless"]
 
 
@@ -382,18 +382,6 @@ def test_jobs_are_done_side_by_side_and_each_is_what_it_is_alone(tmp_path: Path)
                 await anext(service.events(jobs[0].id, "b"))
             with pytest.raises(UnknownJob, match="no image 99"):
                 await service.result(jobs[0].id, 99, "a")
-
-    asyncio.run(main())
-
-
-def test_images_whose_deadlines_leave_no_time_to_share_run_alone(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with serving(tmp_path, max_batch=3) as service:
-            service.queue._database.connection.create_function("seconds", 2, lambda *_: 100.0)
-            for deadline, most in ((190_000, 1), (290_000, 2), (900_000, 3)):
-                request = JobRequest(prompt="fox", n=6, steps=20, deadline_ms=deadline)
-                job = await ended(service, await service.submit(request, ""))
-                assert max(image.receipt["company"] for image in job.images) == most
 
     asyncio.run(main())
 

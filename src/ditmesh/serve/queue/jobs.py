@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -48,7 +47,6 @@ class JobState:
         steps: of each image, as far as known.
         progress: steps that are done, by image; stepped: when the last one was, on the monotonic clock.
         tasks: where its images are under way.
-        company: see `NextJob`.
         position: that clients were told last.
     """
 
@@ -60,7 +58,6 @@ class JobState:
     stepped: dict[int, float] = field(default_factory=dict)
     tasks: dict[int, Replica] = field(default_factory=dict)
     position: int | None = None
-    company: float = math.inf
 
     @property
     def id(self) -> str:

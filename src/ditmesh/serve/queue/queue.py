@@ -43,13 +43,14 @@ class NextJob:
 
     Attributes:
         again: ranks have failed under it.
-        company: how many images may run on its replica at a time, itself included, so that it can be in time, by the
-            seconds of the fastest image of its kind.
+        left: seconds until its deadline, if that can still be met.
+        seconds: of the fastest image of its kind; 0: not known.
     """
 
     id: str
     again: bool
-    company: float
+    left: float | None
+    seconds: float
 
 
 class Queue:
@@ -149,13 +150,16 @@ class Queue:
 
     def head(self, job: str | None = None) -> NextJob | None:
         """The job with the image that begins next; ``job``: only this one."""
-        fastest = "max(seconds(j.model, j.work), 1e-3)"
-        company = f"CASE WHEN j.due > j.created + {fastest} THEN (j.due - j.created) / {fastest} ELSE 9e9 END"
-        query, values = f"SELECT j.id, j.attempt > 1 AS again, {company} AS company {WAITING}", []
+        now = self._now()
+        query = f"SELECT j.id, j.attempt > 1 AS again, {_in_time(now)} AS due, seconds(j.model, j.work) AS seconds {WAITING}"
+        values = []
         if job is not None:
             query, values = f"{query} AND j.id = ?", [job]
-        rows = self._rows(f"{query} ORDER BY {ORDER}{_urgency(self._now())} LIMIT 1", *values)
-        return NextJob(rows[0]["id"], bool(rows[0]["again"]), rows[0]["company"]) if rows else None
+        rows = self._rows(f"{query} ORDER BY {ORDER}{_urgency(now)} LIMIT 1", *values)
+        if not rows:
+            return None
+        id, again, due, seconds = rows[0]
+        return NextJob(id, bool(again), None if due is None else due - now, seconds)
 
     def begin(self, id: str) -> int | None:
         """Begin a job's next image, and charge its owner; the image's number, or None if none waits."""
@@ -367,8 +371,12 @@ def _urgency(now: float) -> str:
     A job that is late, or will be by the seconds of the fastest image like its own, waits like one without a deadline:
     before others it would make those late as well.
     """
-    due = f"CASE WHEN j.due > {now!r} + seconds(j.model, j.work) THEN j.due END"
-    return f"j.priority DESC, {due} IS NULL, {due}, j.number"
+    return f"j.priority DESC, {_in_time(now)} IS NULL, {_in_time(now)}, j.number"
+
+
+def _in_time(now: float) -> str:
+    """A job's deadline if it can still be met, else NULL."""
+    return f"CASE WHEN j.due > {now!r} + seconds(j.model, j.work) THEN j.due END"
 
 
 def _give_back(db: sqlite3.Connection, which: str) -> int:
