@@ -172,7 +172,7 @@ def test_an_image_that_can_be_in_time_pauses_others_of_its_owner(ranks):
     steps = [message.id for message in of(said, TaskStepped)]
     during = steps[steps.index("soon") : len(steps) - steps[::-1].index("soon")]
     assert {id for id in during if id in ("a0", "a1", "late")} == set()
-    assert during.count("b2") == 5 - steps[: steps.index("soon")].count("b2")
+    assert during.count("b2") > 1
     assert steps.index("late") > steps.index("soon") + 4
     for number, id in enumerate(("a0", "a1", "b2", "soon")):
         assert abs(picture(said, id) - alone(PROMPTS[number], number)).max() <= 1

@@ -151,8 +151,8 @@ class Queue:
     def head(self, job: str | None = None) -> NextJob | None:
         """The job with the image that begins next; ``job``: only this one."""
         now = self._now()
-        query = f"SELECT j.id, j.attempt > 1 AS again, {_in_time(now)} AS due, seconds(j.model, j.work) AS seconds {WAITING}"
         values = []
+        query = f"SELECT j.id, j.attempt > 1, {_in_time(now)}, seconds(j.model, j.work) {WAITING}"
         if job is not None:
             query, values = f"{query} AND j.id = ?", [job]
         rows = self._rows(f"{query} ORDER BY {ORDER}{_urgency(now)} LIMIT 1", *values)

@@ -402,7 +402,7 @@ class TaskScheduler:
         self._run(model.batcher, {work.run: work for work in works if work.run is not None})
 
     def _awake(self, now: float) -> list[RunningTask]:
-        """Tasks whose steps may run now, the most urgent first; one that can be in time pauses its owner's later ones."""
+        """Tasks whose steps may run now, the most urgent first: one that can be in time pauses its owner's others."""
         awake: list[RunningTask] = []
         paused: set[str] = set()
         for work in sorted(self.tasks.values(), key=lambda work: work.urgency(now)):
