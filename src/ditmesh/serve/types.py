@@ -68,7 +68,8 @@ class JobRequest(PictureRequest):
         size: ``"1024x768"`` stands for width and height.
         priority: of jobs with the same key those of a higher one begin first.
         deadline_ms: milliseconds from its acceptance in which its results are wanted: of jobs with the same key and
-            priority the one with the earliest deadline begins first, until that has passed. None: it is patient.
+            priority the one with the earliest deadline begins first, and pauses the others on its replica, as long as
+            it can be in time. None: it is patient.
         previews: every how many steps a preview is made; 0: never.
         format: of the results; of videos ``"mp4"``, or an animated ``"png"`` (lossless) or ``"webp"``.
     """
