@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -25,14 +25,11 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError, LayoutError, UntestedWarning
 from ..generate.job import PictureJob, check_config
-from ..generate.model_info import find_model
+from ..generate.model_info import ModelInfo, find_model
 from ..generate.runner import PipelineRunner, rank_of_process
 from ..launch import Launcher, MessageSink
 from ..resizing import resized
 from .steps import ComparedTensor, StepRecorder, Steps, compare_steps
-
-if TYPE_CHECKING:
-    from ..generate.model_info import ModelInfo
 
 
 def reference_config(config: ParallelConfig) -> ParallelConfig | None:
