@@ -12,7 +12,7 @@ from ditmesh import zoo
 from ditmesh.generate.job import StepDone, job_for
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.run import generate
-from ditmesh.generate.schedulers import SchedulerStep, StepEvents
+from ditmesh.generate.steps import SchedulerStep, StepEvents
 from ditmesh.request import PictureRequest
 from ditmesh.serve.worker.previews import estimated_image
 from support.exam import EXAMS

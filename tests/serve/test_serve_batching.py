@@ -28,7 +28,7 @@ from ditmesh.errors import InputError, RankFailed
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.outputs import outputs_of
 from ditmesh.generate.receipt import read_receipt
-from ditmesh.generate.schedulers import loop_steps
+from ditmesh.generate.steps import loop_steps
 from ditmesh.launch import RankPool
 from ditmesh.recipe import RECIPE, keeps_between_steps
 from ditmesh.serve.offers import ModelSpec

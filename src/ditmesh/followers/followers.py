@@ -204,9 +204,7 @@ class Followers:
 class FollowedModule(ABC):
     """A module of this process with copies on the other ranks, which take part in its calls.
 
-    Attributes:
-        closed: whether the copies are gone.
-        mesh: of all ranks.
+    ``closed``: whether the copies are gone; ``mesh``: of all ranks.
     """
 
     def __init__(self, followers: Followers, module: nn.Module) -> None:

@@ -24,7 +24,8 @@ from .model_info import find_model
 from .modular import call_parameters, guided_by
 from .outputs import PipelineOutput, VideoFrames, outputs_of
 from .receipt import Receipt
-from .schedulers import loop_steps, scheduler_named
+from .schedulers import scheduler_named
+from .steps import loop_steps
 from .video import FPS, frames_digest
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.digests import digest
-from ..generate.schedulers import SchedulerStep, StepEvents
+from ..generate.steps import SchedulerStep, StepEvents
 from ..parts.part import whole_of
 from ..quality.metrics import absolute_error
 

@@ -191,7 +191,7 @@ def run_cell(
     from ...generate.job import PictureJob
     from ...generate.outputs import Picture
     from ...generate.runner import PipelineRunner
-    from ...generate.schedulers import SchedulerStep, StepEvents
+    from ...generate.steps import SchedulerStep, StepEvents
     from ...parts.part import whole_of
 
     width, height = setup.size or (None, None)

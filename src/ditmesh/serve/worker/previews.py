@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...generate.schedulers import SchedulerStep
+from ...generate.steps import SchedulerStep
 
 if TYPE_CHECKING:
     from PIL.Image import Image

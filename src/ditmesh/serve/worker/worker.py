@@ -28,7 +28,7 @@ from ...generate.modular import call_parameters
 from ...generate.outputs import Picture, outputs_of
 from ...generate.receipt import PNG_KEYWORD, Receipt, text_chunk
 from ...generate.runner import Prepared, quieten
-from ...generate.schedulers import SchedulerStep, StepEvents, loop_steps
+from ...generate.steps import SchedulerStep, StepEvents, loop_steps
 from ...generate.video import write_mp4
 from ...launch.heap import return_free_memory
 from ..offers import ModelSpec
