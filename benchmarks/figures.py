@@ -621,7 +621,7 @@ def draw_pictures(store: Path) -> Path | None:
     from PIL import Image
 
     from ditmesh.lab.pages.charts import coloured, scale_maximum
-    from ditmesh.quality.pictures import as_picture
+    from ditmesh.quality.metrics import as_picture
 
     devices, scale = 4, 2
     found: dict[str, list[dict[str, Any]]] = {}

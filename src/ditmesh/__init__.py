@@ -60,23 +60,18 @@ __all__ = [
 
 # Loaded on first use: importing torch takes seconds, and `ditmesh --help` should not wait for it; nor should the first
 # line of the command, from which on it knows what Ctrl-C means.
-_LAZY = {
-    "Client": "client",
-    "DesyncError": "comm",
-    "Followers": "followers",
-    "Mesh": "comm.mesh",
-    "ParallelConfig": "config",
-    "PeerError": "comm",
-    "Ranks": "ranks",
-    "TokenLayout": "layout",
-    "engine_of": "engine",
-    "load": "generate.loading",
-    "parallelize": "engine",
-    "parallelized": "engine",
-    "restore": "engine",
-    "simulate": "lab.study.simulation",
-    "simulated": "lab.study.simulation",
+_NAMES = {
+    "client": "Client",
+    "comm": "DesyncError PeerError",
+    "comm.mesh": "Mesh",
+    "config": "ParallelConfig",
+    "engine": "engine_of parallelize parallelized restore",
+    "generate.loading": "load",
+    "lab.study.simulation": "simulate simulated",
+    "layout": "TokenLayout",
+    "ranks": "Followers Ranks",
 }
+_LAZY = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,10 +8,9 @@ import pytest
 from PIL import Image
 
 import ditmesh
-from ditmesh.generate.files import InputFile, input_picture
+from ditmesh.generate.files import InputFile, check_mask_shape, input_picture, input_size, stretched
 from ditmesh.generate.job import job_for
 from ditmesh.generate.model_info import ModelInfo, find_model
-from ditmesh.generate.shape import check_mask_shape, input_size, stretched
 from ditmesh.request import PictureRequest
 
 

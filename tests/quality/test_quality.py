@@ -12,7 +12,7 @@ from PIL import Image
 from ditmesh.core.digests import digest
 from ditmesh.errors import InputError
 from ditmesh.lab.pages.charts import number_text
-from ditmesh.quality import metrics, pictures
+from ditmesh.quality import metrics
 from ditmesh.report import formatting
 
 
@@ -57,7 +57,7 @@ def test_pictures_may_be_of_pil_of_eight_bits_or_floats():
     with pytest.raises(InputError, match=r"40x24x3 and 40x12x3"):
         metrics.compare(pair()[0], pair()[0][:12])
     with pytest.raises(InputError, match="4 dimensions"):
-        pictures.as_picture(np.zeros((1, 2, 3, 4)))
+        metrics.as_picture(np.zeros((1, 2, 3, 4)))
 
 
 def relative_error(tensor: torch.Tensor, reference: torch.Tensor) -> float:

@@ -164,10 +164,10 @@ def picture_job(
     model: str | None, prompts: Sequence[str], pictures: RequestOptions, timeout: float, out: str, **more: Any
 ) -> tuple[PictureJob, ModelInfo]:
     """A job without configuration and dtype, from options and ``more`` fields; and the facts in the model's files."""
+    from ..generate.files import input_size
     from ..generate.job import PER_CALL, job_for
     from ..generate.receipt import MOST_PIXELS
     from ..generate.runner import quieten
-    from ..generate.shape import input_size
     from ..request import PictureRequest, size_of
 
     asked = {"steps": None, "guidance": None, "strength": more.pop("strength", None), **pictures.fields()}

@@ -26,7 +26,7 @@ from .values import configs_of, fetched, picture_job, read_prompts
 if TYPE_CHECKING:
     from ..generate.job import PictureJob
     from ..generate.model_info import ModelInfo
-    from ..verify.comparison import VerifyRanks
+    from ..verify.runs import VerifyRanks
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,7 @@ def _verify(
     tolerance: float | None,
 ) -> dict[str, Any] | None:
     """Run all configurations; returns the result as data. None: another rank of torchrun prints it."""
-    from ..verify.comparison import compared_runs
-    from ..verify.runs import config_name, reference_config
+    from ..verify.runs import compared_runs, config_name, reference_config
     from ..verify.verdicts import judge
 
     configs = [*asked, *offered]
@@ -208,7 +207,7 @@ def _ranks(
     job: PictureJob, configs: Sequence[ParallelConfig], kind: Literal["cpu", "cuda"], ranks: RankOptions
 ) -> Iterator[VerifyRanks]:
     """The ranks to run on."""
-    from ..verify.comparison import VerifyRanks
+    from ..verify.runs import VerifyRanks
 
     if (joined := torchrun_rank()) is None:
         # The same number of threads for all, because kernels may round differently otherwise.

@@ -176,9 +176,7 @@ class Link(Transports):
     def all_gather_list(self, tensors: Sequence[Tensor], shapes: ShapesByRank) -> list[list[Tensor]]:
         """Every rank's tensors, on every rank; the received ones are this rank's alone, to be written to.
 
-        Args:
-            tensors: this rank's, any strides; all of one dtype.
-            shapes: shapes of every rank's tensors.
+        ``tensors``: this rank's, any strides; all of one dtype. ``shapes``: shapes of every rank's tensors.
         """
         parts = self._gather(tensors, shapes)
         if self._channel is None or self.size < 3:
@@ -296,9 +294,7 @@ class Link(Transports):
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """One rank's tensor on every rank of the group. Counted on that rank, once per receiver.
 
-        Args:
-            tensor: contiguous; on other ranks it is overwritten.
-            source: rank in the group that has the values.
+        ``tensor``: contiguous; on other ranks it is overwritten. ``source``: rank in the group that has the values.
         """
         if self.size == 1:
             return tensor

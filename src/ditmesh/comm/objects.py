@@ -29,9 +29,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """One rank's value, on every rank of a group: anything that can be pickled. Collective.
 
-    Args:
-        value: this rank's; only that of the source counts.
-        source: its number among all ranks of the job.
+    ``value``: this rank's; only that of the source counts. ``source``: its number among all ranks of the job.
     """
     box = [value]
     dist.broadcast_object_list(box, source, group=_on_host(group))

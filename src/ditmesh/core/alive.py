@@ -24,9 +24,7 @@ class LiveBytes(TorchDispatchMode):
     Works on tensors with values, on the meta device, and on fake tensors. ``held``: tensors that were there before,
     which do not count.
 
-    Attributes:
-        now: bytes that are alive.
-        peak: the most since `reset`.
+    ``now``: bytes that are alive; ``peak``: the most since `reset`.
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:

@@ -21,9 +21,8 @@ from ..recipe import check_recipe as check_all
 from ..strategies import support
 from ..strategies.adapters import LoadedAdapters
 from .auto import configuration_for
-from .controls import ControlNets
 from .engine import Engine
-from .first_call import FirstCall
+from .first_call import ControlNets, FirstCall
 from .targets import (
     ENGINE,
     ConfigLike,

@@ -1,4 +1,7 @@
-"""Transformers without a known layout: the layout is derived from the first call, which then runs again in parallel."""
+"""Models without a known layout: the layout is derived from the first call, which then runs again in parallel.
+
+Transformers, and ControlNets beside one: their tokens are cut, and gathered wherever it reads them.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,20 @@ from ..core.arguments import Arguments, given
 from ..core.generators import default_states, set_default_states
 from ..core.patching import CallChain, Proceed
 from ..core.request import PipelineCall
-from ..errors import InputError, LayoutError
+from ..errors import ConfigError, InputError, LayoutError
 from ..layout import TokenLayout
 from ..layout.derive import derive_layout, derive_rows
 from ..recipe import Recipe, check_recipe
+from ..strategies.base import Strategy
+from ..strategies.sequence import ExactSequence
 from ..strategies.tokens import KnownForms
 from .engine import Engine
-from .targets import mark
+from .targets import ENGINE, controls, mark
 
 # Callback arguments of diffusers' pipelines.
 CALLBACKS = ("callback_on_step_end", "callback")
+# The strategies of a ControlNet.
+CONTROL_RECIPE: Recipe = (ExactSequence, KnownForms)
 
 
 class _Derived(BaseException):
@@ -183,3 +190,38 @@ class FirstCall:
             name = type(model).__name__
             raise LayoutError(f"{name} was called, and the layout of {others[0]} is not known; pass layout= for both")
         return [every[0]] * len(self.models)
+
+
+class ControlNets(Strategy):
+    """The ControlNets of every pipeline, each from its first call on: by engines of their own, on the same links."""
+
+    name = "controls"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        # Every step has to be exact, and bits are not promised.
+        return ExactSequence.wanted(config) and config.sequence > 1 and config.tensor == 1
+
+    def attach(self, pipe: Any, undo: ExitStack) -> None:
+        for network in controls(pipe):
+            if ENGINE not in vars(network):
+                first = FirstControl([network], self.context.config, self.context.job, False, CONTROL_RECIPE)
+                undo.callback(first.detach, network)
+
+
+class FirstControl(FirstCall):
+    """As `FirstCall`, for a ControlNet: if it cannot be split, it runs whole on every rank."""
+
+    def _begin(self, layouts: list[TokenLayout]) -> Engine:
+        engine = super()._begin(layouts)
+        self._undo.callback(engine.close)
+        return engine
+
+    def _around_call(self, model: Any, proceed: Proceed, arguments: Arguments) -> Any:
+        """Derive the layout in the first call; a module that cannot be cut runs whole."""
+        try:
+            self._begin(self._derive(model, proceed, arguments))
+        except (ConfigError, LayoutError):
+            self._undo.close()
+            return proceed(arguments)
+        return model(*arguments.args, **arguments.kwargs)

@@ -28,9 +28,8 @@ from ..engine.targets import FOLLOWED, device_of, refuse_twice
 from ..errors import ConfigError, InputError
 from ..launch import DeviceChoice
 from ..launch.failures import Failure, of_exception
-from .calls import Modes, begin, followed_call, raise_first
 from .copies import CopiedModule, ModuleChange, apply_changes, take_off_hooks
-from .messages import pack_call, take_call
+from .messages import Modes, begin, followed_call, pack_call, raise_first, take_call
 from .objects import Parcel, open_parcel, pack_parcel
 from .processes import HostedRanks
 
@@ -205,9 +204,7 @@ class Followers:
 class FollowedModule(ABC):
     """A module of this process with copies on the other ranks, which take part in its calls.
 
-    Attributes:
-        closed: whether the copies are gone.
-        mesh: of all ranks.
+    ``closed``: whether the copies are gone; ``mesh``: of all ranks.
     """
 
     def __init__(self, followers: Followers, module: nn.Module) -> None:

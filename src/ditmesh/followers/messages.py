@@ -1,4 +1,4 @@
-"""Calls that travel: rank 0's arguments, on all ranks.
+"""Calls on all ranks: rank 0's arguments travel, and all ranks share torch's modes, failures and the mesh.
 
 All but tensors is pickled. Tensors go over the mesh, in one message.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -15,10 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm import PeerError
 from ..comm.mesh import Mesh
 from ..core.alignment import rounded_up
 from ..core.values import as_bytes
 from ..errors import InputError, first_line
+from ..launch.failures import Failure, lost_peer
 
 
 class _Facts(NamedTuple):
@@ -179,3 +183,65 @@ def _culprit(value: Any, error: Exception, where: str = "") -> tuple[str, Except
             return _culprit(item, inner, path)
     name = getattr(value, "__qualname__", type(value).__qualname__)
     return f"{where or 'the call'} ({name} of {getattr(value, '__module__', type(value).__module__)})", error
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Modes of torch that decide how a call computes, beside its arguments."""
+
+    inference: bool
+    autocast: torch.dtype | None
+
+    @classmethod
+    def here(cls, device: torch.device) -> Modes:
+        """The modes of this thread."""
+        kind = device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return cls(torch.is_inference_mode_enabled(), autocast)
+
+    @contextmanager
+    def apply(self, device: torch.device) -> Iterator[None]:
+        """Compute so; no gradient passes from rank to rank."""
+        with (
+            torch.inference_mode(self.inference),
+            torch.no_grad(),
+            torch.autocast(device.type, self.autocast, enabled=self.autocast is not None),
+        ):
+            yield
+
+
+def _as_error(failure: Failure) -> Exception:
+    """The exception to raise on rank 0."""
+    told = PeerError(f"rank {failure.rank} has failed in this call (it {failure.what})\n\n{failure.traceback}")
+    if failure.pickled_cause is None or failure.weight:
+        return told
+    error = pickle.loads(failure.pickled_cause)
+    error.__cause__ = told
+    return error
+
+
+def raise_first(error: BaseException | None, failures: Sequence[Failure]) -> None:
+    """Raise the exception of this rank or, if it came first, of another rank, if there is one."""
+    if error is not None and not (failures and lost_peer(error)):
+        raise error
+    if failures:
+        # Causes before consequences.
+        raise _as_error(min(failures, key=lambda failure: failure.weight)) from error
+
+
+def begin(engine: Any, steps: int | None) -> None:
+    """Begin a request, where there is an engine yet: before the first call nothing has begun."""
+    if hasattr(type(engine), "begin_request"):
+        engine.begin_request(steps)
+
+
+@contextmanager
+def followed_call(name: str, mesh: Mesh) -> Iterator[None]:
+    """A call on all ranks: after one that has failed, on any of them, they renew what they are joined by."""
+    try:
+        if mesh.failed:
+            mesh.begin_request(f"a call of {name} that rank 0 has sent")
+        yield
+    except BaseException:
+        mesh.fail_request()
+        raise

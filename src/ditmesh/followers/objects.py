@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.alignment import rounded_up
-from ..core.mapped import files_of
 from ..errors import InputError, first_line
 from .messages import NumberedTensors, dumped, from_bytes, loaded
-from .shared_memory import MemoryFile, Place, file_state, map_place
+from .shared_memory import MemoryFile, Place, file_state, files_of, map_place
 
 
 class _Place(NamedTuple):

@@ -1,18 +1,33 @@
-"""Memory for tensors that processes of this machine map: one process fills it, and all see the same pages."""
+"""Memory for tensors that processes of this machine map: one process fills it, and all see the same pages.
+
+Or the tensors are pages of a file already, the same bytes in every process that maps it.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import tempfile
-from contextlib import ExitStack
+from bisect import bisect_right
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.alignment import rounded_up
 from ..core.values import as_bytes
+
+# Of a mapping of a file: its addresses, the first byte in the file, the file's number and path, and the pages that are
+# the process's own, as it has written to them. Memory of the process has 0 for the number.
+_MAPPING = re.compile(
+    rb"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ ([1-9]\d*) +(/[^\n]*)\n"
+    rb"(?:[A-Z]\w*:[^\n]*\n)*?Anonymous: +(\d+) kB\n(?:[A-Z]\w*:[^\n]*\n)*?Swap: +(\d+) kB\n",
+    re.MULTILINE,
+)
 
 
 class Place(NamedTuple):
@@ -83,3 +98,36 @@ def file_state(file: int | str) -> tuple[int, ...]:
     """A value by which a file is known to be the same as before."""
     about = os.stat(file)
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def files_of(tensors: Iterable[Tensor]) -> list[tuple[str, int] | None]:
+    """The file that each tensor is pages of, and its first byte in there.
+
+    None: it is memory of this process, or this process may have written to a page of the mapping (which gives it a page
+    of its own), or the file has another name by now, or the system does not say.
+    """
+    tensors = list(tensors)
+    places: list[tuple[str, int] | None] = [None] * len(tensors)
+    with suppress(OSError, ValueError):
+        # One expression for all: a rank has hundreds of mappings with two dozen lines each.
+        mappings = sorted(
+            (int(first, 16), int(end, 16), int(offset, 16), os.fsdecode(path))
+            for first, end, offset, file, path, own, swapped in _MAPPING.findall(Path("/proc/self/smaps").read_bytes())
+            if int(own) + int(swapped) == 0 and os.path.exists(path) and os.stat(path).st_ino == int(file)
+        )
+        for number, tensor in enumerate(tensors):
+            if not _is_plain(tensor):
+                continue
+            first, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+            place = bisect_right(mappings, first, key=lambda mapping: mapping[0]) - 1
+            if place >= 0 and first + size <= mappings[place][1]:
+                start, _, offset, path = mappings[place]
+                places[number] = path, offset + first - start
+    return places
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """True if a tensor is a run of bytes of the host's memory."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    return tensor.is_contiguous() and bool(tensor.numel()) and not tensor.is_conj() and not tensor.is_neg()

@@ -27,9 +27,7 @@ class FollowedVae(FollowedModule):
 
     The module itself stays as it is: calls of its own are this process's alone.
 
-    Raises:
-        InputError: it cannot be copied.
-        RankFailed: a rank was lost.
+    `InputError`: it cannot be copied; `RankFailed`: a rank was lost.
     """
 
     def __init__(self, followers: Followers, vae: nn.Module) -> None:

@@ -31,10 +31,9 @@ from ..requirements import not_installed
 from ..strategies import support
 from ..strategies.heads import check_heads
 from .arguments import check_output, video_call
-from .files import InputFile, check_encoder, check_mask_support, check_roles, open_video, pipeline_for
+from .files import InputFile, check_encoder, check_mask_support, check_roles, input_size, open_video, pipeline_for
 from .model_info import ModelInfo, parameters_of
 from .receipt import MOST_PIXELS, Dtype, Receipt
-from .shape import input_size
 
 # Default number of images per pipeline call, and maximum number of a job.
 PER_CALL = 64

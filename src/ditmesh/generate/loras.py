@@ -36,10 +36,8 @@ def load_lora(pipe: Any, file: Path, name: str) -> str | None:
     here, since diffusers leaves out what it does not know of a file. Returns a note on what is left out; None: nothing
     is.
 
-    Raises:
-        InputError: the pipeline has no such transformer or layers, or the file cannot be read; the message is for use
-            behind the file's name.
-        Exception: any of diffusers' and peft's own.
+    `InputError`: the pipeline has no such transformer or layers, or the file cannot be read; the message is for use
+    behind the file's name. `Exception`: any of diffusers' and peft's own.
     """
     content = read_lora(file)
     component = content.component or "transformer"

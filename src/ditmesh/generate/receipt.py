@@ -103,9 +103,7 @@ class Receipt(BaseModel):
 def write_png(image: Image, path: str | Path, receipt: Receipt, replace: bool = True) -> Path:
     """Write an image with its receipt inside; the file appears whole or not at all.
 
-    Raises:
-        FileExistsError: there is a file of that name, and ``replace`` is False.
-        InputError: the file cannot be written.
+    `FileExistsError`: there is a file of that name, and ``replace`` is False; `InputError`: the file cannot be written.
     """
     with _written(path, replace) as temporary:
         image.save(temporary, format="PNG", pnginfo=text_chunk(receipt))

@@ -10,13 +10,12 @@ from pathlib import Path
 from ..launch import MessageSink
 from ..launch.pool import PRELOAD as OF_ANY_RANK
 from .arguments import denoising_steps
-from .files import pictures_of
+from .files import pictures_of, stretched
 from .job import Generated, Loaded, PictureJob, StepDone, UserNote
 from .model_info import find_model
 from .outputs import PipelineOutput, VideoFrames
 from .receipt import write_free
 from .runner import PipelineRunner, Prepared, rank_of_process
-from .shape import stretched
 
 # Modules that ranks import once, before they are forked.
 PRELOAD = (*OF_ANY_RANK, __name__, "ditmesh.engine", "ditmesh.generate.loading", "ditmesh.core.digests")

@@ -49,9 +49,7 @@ def encode_call(fn: Callable[..., Any], *call: Any, main: bool = True) -> bytes:
 class OwnerChannel:
     """The owner's end of a connection, which never waits for the rank to take something. Any thread may send.
 
-    Attributes:
-        connection: becomes readable with each message.
-        ended: whether the rank has closed its end.
+    ``connection``: becomes readable with each message; ``ended``: whether the rank has closed its end.
     """
 
     def __init__(self, connection: Connection) -> None:

@@ -59,9 +59,7 @@ def read_image(
 
     `InputError`: it is none, is corrupt, has more pixels, or samples of a range that cannot be known.
 
-    Args:
-        name: of the file, for messages.
-        formats: of Pillow, which it may be of.
+    ``name``: of the file, for messages; ``formats``: of Pillow, which it may be of.
     """
     with opened_image(file, name, most_pixels, formats) as image:
         image.load()

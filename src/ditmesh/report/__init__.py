@@ -1,1 +1,1 @@
-"""Reports: the output of a command as data, with writers for JSON and terminals."""
+"""Reports: the output of a command as data, with a writer for JSON."""

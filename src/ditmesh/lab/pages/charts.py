@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ...errors import InputError
-from ...quality.pictures import as_picture
+from ...quality.metrics import as_picture
 from ...requirements import not_installed
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ class GridImage:
     """An image of a grid.
 
     Attributes:
-        image: as `quality.pictures.as_picture` takes it; None: its place stays empty.
+        image: as `quality.metrics.as_picture` takes it; None: its place stays empty.
         caption: the text under it; also for screen readers, unless ``alt`` is given.
         alt: what the image shows, in words.
         bright: the value at the bright end of a difference's colours: a scale is drawn; None: no scale.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ...quality.pictures import as_picture
+from ...quality.metrics import as_picture
 from ...report.report import StyledText
 from ..pages.charts import (
     Chart,

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...quality.pictures import as_picture
+from ...quality.metrics import as_picture
 from ...requirements import not_installed
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ...engine.first_call import FirstCall
 from ...errors import ConfigError, InputError, shortened
 from ...generate.arguments import check_call
 from ...generate.cut_prompts import CutPrompts
-from ...generate.files import IMAGE_ARGUMENTS, InputFile, adapter, check_mask_support, pipeline_for
+from ...generate.files import IMAGE_ARGUMENTS, InputFile, adapter, check_mask_support, input_size, pipeline_for
 from ...generate.job import PictureJob, check_config, check_content, check_layout, job_for
 from ...generate.loras import LAYERS
 from ...generate.model_info import ModelInfo, find_model
@@ -34,7 +34,6 @@ from ...generate.runner import (
     receipt_facts,
     share_of,
 )
-from ...generate.shape import input_size
 from ...generate.video import FPS
 from ...media.videos import check_video_library
 from ...recipe import BANDED_VAE, RECIPE

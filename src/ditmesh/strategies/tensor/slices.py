@@ -82,10 +82,8 @@ class TensorPlan:
 def plan_slices(model: nn.Module, degree: int, rules: Sequence[Rule] = SLICE_RULES) -> TensorPlan:
     """Work out how ``degree`` ranks share a model's weights. A linear that no rule covers stays whole on every rank.
 
-    Raises:
-        ConfigError: a module has fewer heads than ranks.
-        InputError: a linear that should be cut does not hold a plain weight (it is quantised, say), or has an
-            unexpected size.
+    `ConfigError`: a module has fewer heads than ranks; `InputError`: a linear that should be cut does not hold a plain
+    weight (it is quantised, say), or has an unexpected size.
     """
     plan = TensorPlan()
     modules = dict(model.named_modules())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditmesh.core.mapped import files_of
+from ditmesh.followers.shared_memory import files_of
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
