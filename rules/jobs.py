@@ -94,10 +94,7 @@ def made(job: PictureJob, on_gpu: bool) -> Drawn:
         parallelize(self, *given)
         opened.append(self)
 
-    with (
-        gpu_of_rank() if on_gpu else nullcontext() as device,
-        mock.patch.object(PipelineRunner, "parallelize", noted),
-    ):
+    with gpu_of_rank() if on_gpu else nullcontext() as device, mock.patch.object(PipelineRunner, "parallelize", noted):
         try:
             generate(job, report=said.append)
         finally:

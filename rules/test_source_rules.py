@@ -18,12 +18,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     "a stream of its own": {},
     # Only what is pinned is copied behind the host's back, and who reads it has to wait.
     "a copy that is not waited for": {
-        "train/staging.py": "to a device, from pinned memory that torch keeps until the copy is done",
+        "train/staging.py": "to a device, from pinned memory that torch keeps until the copy is done"
     },
     # torch pickles objects through the device where the group has NCCL alone, and the host waits.
-    "objects over a process group": {
-        "comm/objects.py": "the one place: carried by gloo",
-    },
+    "objects over a process group": {"comm/objects.py": "the one place: carried by gloo"},
     # NCCL's would be for the world's communicator, which a job may not have otherwise; the host waits for the device.
     "a barrier of all ranks": {
         "lab/study/running.py": "before a measurement",

@@ -83,12 +83,7 @@ def module(_: Any) -> Callable[[], None]:
     return patch.stop
 
 
-BY_PASSES = {
-    "processors": processors,
-    "one processor": one_processor,
-    "plug-in": plug_in,
-    "module": module,
-}
+BY_PASSES = {"processors": processors, "one processor": one_processor, "plug-in": plug_in, "module": module}
 
 
 def by_passed(how: str, config: dict[str, Any], cache: bool = False) -> tuple[str | None, float, float]:
@@ -199,7 +194,7 @@ def with_kernels(function: Callable[..., Any], *arguments: Any) -> tuple[Any, in
     return found, Plain.calls + Telling.calls
 
 
-@pytest.mark.parametrize("name", ["SD3", "PixArt"])
+@pytest.mark.parametrize("name", ["SD3", pytest.param("PixArt", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     "config",
     [

@@ -164,10 +164,7 @@ def facts_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--ip-adapter", "LORA", "--ip-image", "PICTURE"], "holds no IP-Adapter"),
         (["--variant", "../x"], "--variant '../x' is no part of a file's name"),
         (["--offload", "model"], "these ranks run on the CPU; leave it out"),
-        (
-            ["--model", "emoji-dit-s", "--image", "PICTURE"],
-            "DiTPipeline takes no image (it takes class_labels",
-        ),
+        (["--model", "emoji-dit-s", "--image", "PICTURE"], "DiTPipeline takes no image (it takes class_labels"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else None,
 )
@@ -232,7 +229,7 @@ def test_a_random_seed_is_in_the_receipt(tmp_path, capfd):
 # ---- offloading
 
 
-@pytest.mark.parametrize("how", ["model", "group", "sequential"])
+@pytest.mark.parametrize("how", ["model", "group", pytest.param("sequential", marks=pytest.mark.matrix)])
 def test_offloaded_components_compute_the_same(how, monkeypatch):
     """On the CPU, where only the way there differs: the hooks, and what moves when."""
     from ditmesh.generate.offload import offload

@@ -34,7 +34,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "reproducible, 1 rank": (1, {"reproducible": True}),
     "reproducible, 2 ranks": (2, {"ulysses": 2, "reproducible": True}),
 }
-MORE = ("displaced, int8", "displaced, adaptive", "displaced, cfg", "reproducible, 1 rank")
+MORE = ("data", "naive", "patches", "displaced, int8", "displaced, adaptive", "displaced, cfg", "reproducible, 1 rank")
 # The adaptive warm-up decides by the drift of the step before.
 ALLOWED = {"displaced, adaptive": 1}
 

@@ -29,10 +29,7 @@ def in_blocks(module: nn.Module, path: str) -> bool:
 def torchao(model: nn.Module, kind: str) -> None:
     from torchao import quantization
 
-    made = {
-        "int8": quantization.Int8WeightOnlyConfig,
-        "float8": quantization.Float8WeightOnlyConfig,
-    }
+    made = {"int8": quantization.Int8WeightOnlyConfig, "float8": quantization.Float8WeightOnlyConfig}
     quantization.quantize_(model, made[kind](), filter_fn=in_blocks)
 
 

@@ -48,10 +48,7 @@ def _later(given):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [({"ulysses": 2}, None), ({"ring": 2}, "Flux"), ({"tensor": 2}, "SD3")],
-)
+@pytest.mark.parametrize(("config", "name"), [({"ulysses": 2}, None), ({"ring": 2}, "Flux"), ({"tensor": 2}, "SD3")])
 def test_a_transformer_that_one_rank_calls(followers, config, name):
     net, given = (model(), call()) if name is None else (tiny(name), inputs(name, ODD))
     before, kind = set(vars(net)), type(net)
@@ -457,8 +454,7 @@ def test_parts_of_weights_that_were_changed_are_refused_for_good(followers):
     "config", [{"ulysses": 2}, pytest.param({"ring": 2}, marks=pytest.mark.matrix), {"tensor": 2}], ids=str
 )
 @pytest.mark.parametrize(
-    ("seed", "count"),
-    [(0, 5), *(pytest.param(seed, 10, marks=pytest.mark.matrix) for seed in range(1, 11))],
+    ("seed", "count"), [(0, 5), *(pytest.param(seed, 10, marks=pytest.mark.matrix) for seed in range(1, 11))]
 )
 def test_random_edits_between_calls_travel_or_are_refused(followers, config, seed, count):
     assert random_edits(followers, config, seed, count) < count

@@ -88,7 +88,7 @@ def fingerprints(name, folder, config, dtype):
     return same, shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize("config", [{"tensor": 3}, {"pipe": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("config", [{"pipe": 2, "tensor": 2}], ids=str)
 def test_shares_have_the_fingerprint_of_the_whole(ranks, saved, config):
     name, folder = saved
     world = ditmesh.ParallelConfig(**config).world_size
@@ -96,7 +96,7 @@ def test_shares_have_the_fingerprint_of_the_whole(ranks, saved, config):
     assert ranks(world).run(fingerprints, name, folder, config, dtype) == [(True, True)] * world
 
 
-@pytest.mark.parametrize(("name", "dtype"), sampled(sorted(MODELS), [torch.bfloat16, torch.float16], of=4), ids=str)
+@pytest.mark.parametrize(("name", "dtype"), sampled(sorted(MODELS), [torch.bfloat16, torch.float16], of=12), ids=str)
 def test_every_class_in_another_dtype(tmp_path, name, dtype):
     """Also of buffers that are in no file: some classes make them in float32 whatever the dtype of the weights."""
     model = tiny(name)
@@ -178,11 +178,7 @@ def test_missing_weights_are_refused_by_name_everywhere(tmp_path, model, compone
 def picture_job(folder):
     info = find_model(folder)
     return PictureJob(
-        model=str(folder),
-        name=str(folder),
-        pipeline_class=info.pipeline_class,
-        prompts=("a fox",),
-        out="",
+        model=str(folder), name=str(folder), pipeline_class=info.pipeline_class, prompts=("a fox",), out=""
     )
 
 
@@ -222,10 +218,7 @@ def with_entry(folder, **entries):
 def test_what_a_folder_names_and_nobody_has_is_one_sentence(tmp_path, entries, words):
     folder = with_entry(tmp_path / "model", **entries)
     run = configured(settings(tmp_path, tmp_path / "out", pretrained_model_name_or_path=str(folder)))
-    for load, *arguments in (
-        (ditmesh.load, folder, {}),
-        (loaded_pipeline, run),
-    ):
+    for load, *arguments in ((ditmesh.load, folder, {}), (loaded_pipeline, run)):
         assert re.search(words, sentence_of(load, *arguments))
 
 

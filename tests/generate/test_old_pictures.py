@@ -17,11 +17,14 @@ from support.sample import sampled
 DATA = Path(__file__).parents[1] / "data"
 OLD: dict[str, Any] = json.loads((DATA / "old_bits.json").read_text(encoding="utf-8"))
 PICTURES = sorted((DATA / "old_pictures").glob("*.png"))
-# One strategy with two settings of it that the others have as well.
+# Strategies with settings, or with a model, that others of the pictures have as well.
 MORE = {
+    "class-displaced",
     "displaced-adaptive",
     "displaced-cfg",
     "displaced-int8",
+    "naive",
+    "patches",
     "pipe-four-patches",
     "reproducible-patches",
     "reproducible-two-devices",

@@ -55,24 +55,6 @@ def test_line_chart_shows_its_points_and_names(axes):
     assert chart == figures.line_chart(lines, "A <title>", "step", "error")
 
 
-def test_error_bars_reach_from_low_to_high(axes):
-    figures.line_chart([figures.Series("a", (1, 2), (1.0, 2.0), (0.5, 1.5), (2.0, 3.0))], "t", "x", "y")
-    ends = [[y for _, y in segment] for segment in axes[0].collections[0].get_segments()]
-    assert ends == [[0.5, 2.0], [1.5, 3.0]]
-
-
-def test_heat_map_shades_follow_values(axes):
-    grid = figures.ValueGrid(("r", "s"), ("1", "2"), ((0.0, 1e-2), (nan, 1e-1)))
-    chart = figures.heat_map(grid, "t", "step", "block")
-    (image,) = axes[0].images
-    shades = image.norm(image.get_array())
-    assert shades[0, 0] == 0 < shades[0, 1] < shades[1, 1] == 1
-    assert shades.mask.tolist() == [[False, False], [True, False]]
-    assert chart.rows[1] == ("s", "", "0.1")
-    # Nothing differs anywhere.
-    figures.heat_map(figures.ValueGrid(("r",), ("1",), ((0.0,),)), "t", "x", "y")
-
-
 def test_a_difference_has_the_colours_of_its_scale():
     one, other = pair()
     apart = np.abs(one - other)
@@ -121,23 +103,6 @@ def test_a_page_asks_for_nothing_and_says_what_it_shows(tmp_path: Path):
 
 
 # ---- charts and pages for readers
-
-
-def test_a_scatter_chart_marks_what_nothing_beats(axes):
-    points = [
-        figures.Point("slow and good", "one", 4.0, 40.0),
-        figures.Point("beaten", "one", 3.0, 29.0),
-        figures.Point("fast", "two", 1.0, 30.0),
-        figures.Point("as good, slower", "two", 2.0, 30.0),
-    ]
-    assert figures.pareto_front(points) == [2, 0]
-    chart = figures.scatter_chart(points, "worth", "seconds", "dB")
-    assert chart.rows[1] == ("2", "one, beaten", "3", "29", "no")
-    assert [row[4] for row in chart.rows] == ["yes", "no", "yes", "no"]
-    # Every point is there, numbered, and the front is ringed.
-    assert {"1", "2", "3", "4", "one", "two"} <= set(texts(chart))
-    assert axes[0].collections[0].get_offsets().tolist() == [[1.0, 30.0], [4.0, 40.0]]
-    assert [note.xy for note in axes[0].texts] == [(point.x, point.y) for point in points]
 
 
 def test_what_a_user_wrote_is_text_everywhere():

@@ -75,27 +75,6 @@ def test_the_page_has_every_section_and_no_paths(small):
     assert html.count("<figcaption>stale steps, largest") == 2
 
 
-def test_quality_against_bytes(small):
-    """Every policy is a point; without real ranks there is no chart of times."""
-    html = (small / "report.html").read_text(encoding="utf-8")
-    table = json.loads((small / "results.json").read_text(encoding="utf-8"))["table"]
-    expected = {
-        f"{row['strategy']}, N = {row['devices']}, {row['warmup']}": (
-            sum(row["sent"].values()) / 1e6,
-            row["psnr"]["value"],
-        )
-        for row in table
-    }
-    chart, waiting = [table for table in Reader(html).tables if table[0][-1] == "Pareto front"]
-    assert waiting[0][2] == "steps in which ranks wait, %"
-    assert chart[0][2:4] == ["sent by all ranks, MB", "PSNR, dB"]
-    assert {row[1]: (float(row[2]), float(row[3])) for row in chart[1:]} == {
-        at: (pytest.approx(sent, rel=1e-3), pytest.approx(psnr, rel=1e-3)) for at, (sent, psnr) in expected.items()
-    }
-    # What the naive exchange keeps for itself it does not send.
-    assert expected["naive, N = 2, fixed(0)"][0] < expected["naive, N = 2, fixed(1)"][0]
-
-
 def test_quality(small):
     """All steps synchronous: one device's picture. None: another one."""
     table = json.loads((small / "results.json").read_text())["table"]
@@ -106,29 +85,6 @@ def test_quality(small):
     assert max(psnr["naive", "fixed(0)"], psnr["naive", "fixed(1)"]) < psnr["displaced", "fixed(1)"]
     assert all(row["right"]["value"] is not None for row in table)
     assert [row["synchronous"]["value"] for row in table[:3]] == [0, 1, 3]
-
-
-@pytest.mark.matrix
-def test_measures_by_step(small):
-    cells = json.loads((small / "results.json").read_text())["cells"]
-    found = {(c["cell"]["strategy"], c["cell"]["warmup"]): c for c in cells}
-    one = found["displaced", "fixed(1)"]
-    # The synchronous step is right, on its own trajectory and on the same latents; the stale ones are not.
-    assert max(one["prediction_error"][0]) < 1e-4 < 1e-3 < min(one["prediction_error"][1])
-    assert one["same_latents"][0] < 1e-4 < 1e-3 < min(one["same_latents"][1:])
-    # By place in the latents: its mean square over all places is that of the whole prediction.
-    places = np.array(one["token_error"])
-    assert places.shape == (3, 16, 16)
-    assert places[0].max() < 1e-4 < 1e-3 < places[1].max()
-    whole = np.sqrt((places[1] ** 2).mean())
-    assert min(one["prediction_error"][1]) * 0.9 < whole < max(one["prediction_error"][1]) * 1.1
-    blocks = one["attention_error"]
-    assert len(blocks) == 6
-    assert all(set(steps) == {"1", "2"} for steps in blocks.values())
-    # The first block sees the latents alone; what it attends to is stale all the same.
-    assert all(1e-4 < error < 1 for steps in blocks.values() for error in steps.values())
-    assert found["displaced", "fixed(3)"]["attention_error"] == {}
-    assert set(one["steps"][1]["drift"]) == set(blocks)
 
 
 def test_resumes(small, capsys):
@@ -318,31 +274,6 @@ def made_up(psnr: dict[str, list[float]], synchronous: dict[str, int]) -> StudyR
     exact = result("", [100.0] * 8, plan.SYNCHRONOUS)
     cells = [exact, *(result(warmup, numbers) for warmup, numbers in psnr.items())]
     return StudyResults(plan.StudyPlan(setup, (), (4,), tuple(psnr), ("own",), ("displaced",)), cells)
-
-
-@pytest.mark.matrix
-def test_policies_against_fixed_warmups():
-    """Beside the fixed warm-up with as many synchronous steps, picture by picture, interpolated where need be."""
-    results = made_up(
-        {
-            "fixed(2)": [30.0, 40.0, 30.0, 40.0],
-            "fixed(4)": [34.0, 44.0, 34.0, 44.0],
-            "adaptive(0.1)": [35.0, 45.1, 35.0, 45.1],
-            "periodic(4)": [29.0, 39.2, 29.0, 38.8],
-        },
-        {"fixed(2)": 2, "fixed(4)": 4, "adaptive(0.1)": 3, "periodic(4)": 2},
-    )
-    adaptive, periodic = results.against_fixed()
-    assert adaptive["fixed_psnr"]["value"] == 37
-    assert adaptive["difference"]["value"] == pytest.approx(3.05)
-    assert periodic["difference"]["value"] == pytest.approx(-1)
-    said = "\n".join(analysis.findings(results, {}))
-    assert re.search(r"adaptive\(0.1\).*Difference \+3.05 ± 0.03 dB: better", said)
-    assert re.search(r"periodic\(4\).*Difference -1.00 ± 0.08 dB: worse", said)
-    assert "warm-up helped" in said
-    # Prompts differ by 10 dB, which is no difference between two ways to draw them.
-    level = made_up({"fixed(2)": [30.0, 40.0], "fixed(4)": [31.0, 39.0]}, {"fixed(2)": 2, "fixed(4)": 4})
-    assert "warm-up made no difference that can be told" in "\n".join(analysis.findings(level, {}))
 
 
 def rooted(level: dict[int, dict[int, float]], spread: float = 0.1) -> StudyResults:

@@ -69,10 +69,7 @@ class ToTheImage:
 
 def fork():
     torch.manual_seed(0)
-    return PixArtTransformer2DModel().eval(), {
-        "hidden_states": torch.randn(1, 16, 8),
-        "timestep": torch.tensor([0.5]),
-    }
+    return PixArtTransformer2DModel().eval(), {"hidden_states": torch.randn(1, 16, 8), "timestep": torch.tensor([0.5])}
 
 
 def drawn(config):

@@ -342,11 +342,7 @@ def test_no_rank_outlives_its_owner(tmp_path: Path, how: str) -> None:
     script.write_text(OWNER)
     mark, environment = processes.marked({"PYTHONPATH": os.pathsep.join(sys.path)})
     owner = subprocess.Popen(
-        [sys.executable, str(script), how],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, str(script), how], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert owner.stdin is not None
     assert owner.stdout is not None

@@ -158,8 +158,7 @@ class Tokens(nn.Module):
 
 
 LAYOUT = TokenLayout(
-    model="Tokens",
-    regions=(Region("blocks", (Stream("image", "hidden_states"),), attention=(joint("image"),)),),
+    model="Tokens", regions=(Region("blocks", (Stream("image", "hidden_states"),), attention=(joint("image"),)),)
 )
 COMPLETE = replace(LAYOUT, regions=(replace(LAYOUT.regions[0], cuts=(Cut("bias", 1, ("image",)),)),))
 

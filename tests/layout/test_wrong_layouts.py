@@ -20,9 +20,7 @@ def held(*paths):
     """These arguments passed on whole."""
     return every(
         lambda region: replace(
-            region,
-            cuts=tuple(cut for cut in region.cuts if cut.arg not in paths),
-            whole=(*region.whole, *paths),
+            region, cuts=tuple(cut for cut in region.cuts if cut.arg not in paths), whole=(*region.whole, *paths)
         )
     )
 

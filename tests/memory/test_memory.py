@@ -76,12 +76,7 @@ def test_activations_of_a_step_are_those_that_are_alive(ranks: Callable[[int], R
     request = workload_of(info, (64, 64), 16)
     size = ParallelConfig(**config).world_size
     found = max(ranks(size).run(taken, config))
-    guess = needs(
-        components_of(info),
-        ParallelConfig(**{**config, "shared_memory": False}),
-        request,
-        torch.float32,
-    )
+    guess = needs(components_of(info), ParallelConfig(**{**config, "shared_memory": False}), request, torch.float32)
     step = next(phase for phase in guess[0].phases if phase.name == "denoise")
     assert step.activations == pytest.approx(found, rel=0.1)
 

@@ -32,11 +32,7 @@ from support.more_pipelines import FAMILIES, draw
 # Autoencoders' configurations as published, as far as they say how many pixels and frames a latent is.
 WAN = {"_class_name": "AutoencoderKLWan", "z_dim": 16, "temperal_downsample": [False, True, True]}
 COG = {"_class_name": "AutoencoderKLCogVideoX", "temporal_compression_ratio": 4, "block_out_channels": [1, 2, 3, 4]}
-HUNYUAN = {
-    "_class_name": "AutoencoderKLHunyuanVideo",
-    "spatial_compression_ratio": 8,
-    "temporal_compression_ratio": 4,
-}
+HUNYUAN = {"_class_name": "AutoencoderKLHunyuanVideo", "spatial_compression_ratio": 8, "temporal_compression_ratio": 4}
 LTX = {
     "_class_name": "AutoencoderKLLTXVideo",
     "spatio_temporal_scaling": [True, True, True, False],
@@ -122,9 +118,9 @@ def test_all_count_what_the_transformer_is_called_with(
     [
         ("wan", "wan-14b", 81),
         ("ltx", "ltx-video", 161),
-        ("mochi", "mochi-1", 19),
-        ("hunyuan_video", "hunyuan-video", 129),
-        ("cogvideox", "cogvideox-5b", 49),
+        pytest.param("mochi", "mochi-1", 19, marks=pytest.mark.matrix),
+        pytest.param("hunyuan_video", "hunyuan-video", 129, marks=pytest.mark.matrix),
+        pytest.param("cogvideox", "cogvideox-5b", 49, marks=pytest.mark.matrix),
     ],
 )
 def test_a_folder_is_planned_as_the_shipped_model(name: str, known: str, frames: int, tmp_path: Path):
@@ -154,16 +150,13 @@ def test_sequence_ranks_share_what_there_is(tmp_path: Path):
 SAME = [
     ("tensor=2", "emoji-sd3", None),
     ("ulysses=2 shard=2", "emoji-sd3", None),
-    ("pipe=2 patches=2", "emoji-sd3", None),
+    pytest.param("pipe=2 patches=2", "emoji-sd3", None, marks=pytest.mark.matrix),
     ("offload", "emoji-sd3", None),
     ("ring=2 exchange=displaced", "wan", 13),
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "name", "frames"),
-    SAME,
-)
+@pytest.mark.parametrize(("words", "name", "frames"), SAME)
 def test_all_say_the_same_memory(
     words: str,
     name: str,

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,6 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SOURCE = str(BENCHMARKS.parent / "src")
-# Other versions of matplotlib place labels elsewhere.
-DRAWN_WITH = "3.11.2"
 
 
 def measured(name: str, *arguments: Any, figures: Path) -> Any:
@@ -33,17 +28,6 @@ def measured(name: str, *arguments: Any, figures: Path) -> Any:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return json.loads(figures.read_text(encoding="utf-8"))
-
-
-def load(name: str) -> Any:
-    """A benchmark as a module."""
-    spec = spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None  # noqa: PT018
-    module = module_from_spec(spec)
-    # Its data classes look themselves up.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- every script, by its smallest run
@@ -135,48 +119,6 @@ def test_the_runner_knows_all_benchmarks(monkeypatch: pytest.MonkeyPatch, capsys
     assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check"}
     with pytest.raises(SystemExit, match="there is no benchmark 'exakt'; use one of comfyui_graphs, distribution, "):
         runner["main"](["exakt"])
-
-
-@pytest.mark.matrix
-def test_the_study_of_the_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every table has a plan whose model is known, and one of them runs to its figures and its JSON."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    quality = load("quality")
-    known = [table for table in quality.TABLES if table.model not in quality.RELATIVES]
-    assert all(len(quality.plan_of(table, 1, tmp_path).cells) > 1 for table in known)
-    small = quality.Table(
-        *("detail", "emoji-dit-s", "ddim", 2, (1, 2), ("fixed(1)", "adaptive(0.05)")),
-        strategies=("displaced", *quality.compressed("int8")),
-        captions=1,
-        detail=True,
-    )
-    monkeypatch.setattr(quality, "TABLES", [small])
-    words = ["quality", "--images", "1", "--out", str(tmp_path), "--json", str(tmp_path / "q.json")]
-    monkeypatch.setattr(sys, "argv", words)
-    quality.main()
-    (table,) = json.loads((tmp_path / "q.json").read_text(encoding="utf-8"))["tables"]
-    # One rank is one device.
-    assert {row["equal"] for row in table["rows"] if row["devices"] == 1} == {1}
-    stale = next(row for row in table["rows"] if row["strategy"] == "displaced" and row["warmup"] == "fixed(1)")
-    assert stale["each"] == [pytest.approx(stale["psnr"]["value"], rel=1e-4)]
-
-
-@pytest.mark.matrix
-def test_figures_are_drawn_from_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every figure of the page has its measurements in the repository, and is what they draw, to the byte."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    figures = load("figures")
-    monkeypatch.setattr(figures, "IMAGES", tmp_path)
-    tables = figures.Tables()
-    drawn = [file for draw in figures.FIGURES.values() if (file := draw(tables)) is not None]
-    docs = BENCHMARKS.parent / "docs"
-    page = "".join((docs / name).read_text(encoding="utf-8") for name in ("findings.md", "reproducible.md"))
-    shown = set(re.findall(r"images/(findings-[a-z]+\.svg)", page))
-    assert shown <= {file.name for file in drawn}
-    for file in drawn:
-        if file.name in shown and version("matplotlib") == DRAWN_WITH:
-            assert file.read_text(encoding="utf-8") == (docs / "images" / file.name).read_text("utf-8"), file.name
 
 
 # --- the check of one GPU, on the CPU

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,12 +19,12 @@ from ditmesh.errors import InputError
 from ditmesh.serve.http.keys import new_key
 from ditmesh.serve.settings import ApiSettings
 from ditmesh.serve.types import Job, JobError, JobRequest, ModelCard
-from support.browser import browser
 from support.serving import FakeBackend, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright here: pip install playwright")
 
-pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium here: apt-get install chromium")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 
 PAGE = ApiSettings().page
 assert PAGE is not None
@@ -111,7 +112,7 @@ def address(backend: Scripted) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
-        program = playwright.chromium.launch(executable_path=browser(), args=list(ARGUMENTS))
+        program = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
         yield program
         program.close()
 

@@ -250,10 +250,7 @@ BODIES = {
     "unknown fields": (nonsense(1_000_000), "more fields and marks"),
     "nested": (b'{"prompt":"x","loras":' + b"[" * 2_000_000 + b"]" * 2_000_000 + b"}", "more fields and marks"),
     "nested a little": (b'{"prompt":"x","loras":' + b"[" * 3_000 + b"]" * 3_000 + b"}", "not JSON"),
-    "fields of a field": (
-        b'{"prompt":"x","loras":[{"name":"oil",' + nonsense(1_000)[14:] + b"]}",
-        "loras.0",
-    ),
+    "fields of a field": (b'{"prompt":"x","loras":[{"name":"oil",' + nonsense(1_000)[14:] + b"]}", "loras.0"),
     "a large integer": (b'{"prompt":"x","seed":' + b"9" * 8_000_000 + b"}", "not JSON"),
     "a long prompt": (
         b'{"prompt":"' + b"x" * 8_000_000 + b'"}',

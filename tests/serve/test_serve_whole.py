@@ -29,7 +29,6 @@ import ditmesh
 from ditmesh.cli.main import main
 from ditmesh.generate.receipt import read_receipt
 from support import processes
-from support.misuse import misuse
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -142,60 +141,6 @@ def test_the_process_that_answers_has_no_torch(server: Command):
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
     # As docs/serving.md says.
     assert psutil.Process(server.process.pid).memory_info().rss < 150e6
-
-
-# --- what comes to nothing
-
-
-def at_rest(server: Command) -> dict[str, Any]:
-    """What a server holds when nothing is under way."""
-    with ditmesh.Client(server.url) as client:
-        limit = time.monotonic() + 60
-        while (state := client.server()).running or state.queued or any(one.running for one in state.replicas):
-            assert time.monotonic() < limit, state
-            time.sleep(0.1)
-    every = [server.process.pid, *processes.ranks_of(server.process.pid)]
-    files = [path for path in server.folder.rglob("*") if path.is_file() and not path.name.startswith("queue.sqlite")]
-    return {
-        "processes": sorted(processes.family(server.mark)),
-        "files": sorted(str(path) for path in files),
-        "open": [psutil.Process(pid).num_fds() for pid in every],
-        "threads": [psutil.Process(pid).num_threads() for pid in every],
-        "bytes": [psutil.Process(pid).memory_info().rss for pid in every],
-    }
-
-
-def grown(before: dict[str, Any], after: dict[str, Any], name: str) -> list[int]:
-    """By process: the server's and those of the ranks."""
-    return [more - less for less, more in zip(before[name], after[name], strict=True)]
-
-
-def assert_nothing_left(server: Command, before: dict[str, Any]) -> dict[str, Any]:
-    after = at_rest(server)
-    # Connections are closed, and threads end, a moment later.
-    limit = time.monotonic() + 15
-    while max(grown(before, after, "open") + grown(before, after, "threads")) > 0 and time.monotonic() < limit:
-        time.sleep(0.2)
-        after = at_rest(server)
-    assert after["processes"] == before["processes"]
-    assert max(grown(before, after, "open")) <= 2, (before, after)
-    assert max(grown(before, after, "threads")) <= 2, (before, after)
-    return after
-
-
-@pytest.mark.matrix
-def test_requests_that_come_to_nothing_leave_nothing(server: Command, client: ditmesh.Client):
-    # Whatever is opened, imported and allocated once.
-    misuse(server.url, 30)
-    client.generate("a fox", steps=2)
-    before = at_rest(server)
-    done = misuse(server.url, 30)
-    after = assert_nothing_left(server, before)
-    assert done["requests"] >= 30
-    # A cancelled job is remembered, with its input picture, until it expires.
-    left = [Path(one).name for one in after["files"] if one not in before["files"]]
-    assert all(re.fullmatch(r"[0-9a-f]{64}\.png", name) for name in left)
-    assert max(grown(before, after, "bytes")) < 30e6
 
 
 # --- what is refused before a rank is started

@@ -50,7 +50,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "given"), sampled(MAKERS, MESHES, of=3), ids=str)
+@pytest.mark.parametrize(("name", "given"), sampled(MAKERS, MESHES, of=6), ids=str)
 def test_each_picture_belongs_to_its_prompt(ranks, name, given):
     config, prompts = given
     world = 1

@@ -50,9 +50,7 @@ def cached(
 
 
 @pytest.mark.parametrize(
-    ("config", "enable_first", "cache"),
-    sampled([{"ulysses": 2}, {"ring": 2}], [True, False], CACHES, of=2),
-    ids=str,
+    ("config", "enable_first", "cache"), sampled([{"ulysses": 2}, {"ring": 2}], [True, False], CACHES, of=2), ids=str
 )
 def test_caches(ranks, cache, config, enable_first):
     for error, alone, together, effect in ranks(2).run(cached, cache, config, enable_first):
@@ -89,7 +87,7 @@ def said(config: dict[str, Any], enable_first: bool) -> str:
         pipe.transformer.disable_cache()
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     ("config", "part"),
     [({"ulysses": 2, "reproducible": True}, "tile by tile"), ({"pipe": 2, "warmup": "fixed(1)"}, "patch by patch")],

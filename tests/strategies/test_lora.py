@@ -13,7 +13,7 @@ CONFIGS = [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"tensor": 3}, {"tensor":
 
 
 @pytest.mark.parametrize(
-    ("model", "config", "before"), sampled(["SD3", "Flux", "Wan"], CONFIGS, [True, False], of=4), ids=str
+    ("model", "config", "before"), sampled(["SD3", "Flux", "Wan"], CONFIGS, [True, False], of=7), ids=str
 )
 def test_equals_one_device(ranks, model, config, before):
     for result in ranks(ParallelConfig(**config).world_size).run(story, model, config, before):

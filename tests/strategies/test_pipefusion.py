@@ -345,7 +345,7 @@ def test_branches_get_a_synchronous_step_when_they_are_shared_out(ranks):
 CUT_AGAIN = ["DiT", "PixArt", "SD3", "Flux", "Flux2", "HunyuanVideo", "QwenImage", "Chroma"]
 
 
-@pytest.mark.parametrize(("axis", "name"), sampled(["ulysses", "ring"], CUT_AGAIN, of=2))
+@pytest.mark.parametrize(("axis", "name"), sampled(["ulysses", "ring"], CUT_AGAIN, of=5))
 def test_every_patch_on_several_ranks(ranks, axis, name):
     """A patch is cut again over the ranks of its stage; the order of keys is that of one device, patch by patch."""
     alone = frozen(name, {"patches": 3})

@@ -14,7 +14,7 @@ from ditmesh.strategies.tensor.slices import plan_slices
 from support.models import MAKERS, ODD, RAGGED, inputs, run, sizes, tiny
 from support.parity import parity
 from support.sample import sampled
-from support.tensor import expected_tensor_bytes, memory, replicated, restored, without_sum
+from support.tensor import memory, replicated, restored, without_sum
 
 CONFIGS = [
     {"tensor": 2},
@@ -39,7 +39,7 @@ def test_equals_one_device(ranks, model, config, size):
         assert result["repeats"]
 
 
-@pytest.mark.parametrize(("model", "config"), sampled(MODELS, CONFIGS[:5], of=4), ids=str)
+@pytest.mark.parametrize(("model", "config"), sampled(MODELS, CONFIGS[:5], of=7), ids=str)
 def test_negative_control(ranks, model, config):
     """Without the sum over ranks the same comparison fails on every rank, by orders of magnitude."""
     for error in ranks(ranks_of(config)).run(without_sum, model, config, RAGGED):
@@ -48,7 +48,7 @@ def test_negative_control(ranks, model, config):
 
 @pytest.mark.parametrize(
     ("model", "config"),
-    sampled(sorted(MAKERS), [{"tensor": 2}, {"tensor": 2, "ulysses": 2}], of=8),
+    sampled(sorted(MAKERS), [{"tensor": 2}, {"tensor": 2, "ulysses": 2}], of=20),
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_restore_is_exact(ranks, model, config):
@@ -56,18 +56,7 @@ def test_restore_is_exact(ranks, model, config):
         assert all(result.values()), result
 
 
-@pytest.mark.parametrize("model", sampled(MODELS, of=2))
-def test_bytes_on_the_wire(ranks, model):
-    """Counters equal the formula, from shapes alone."""
-    for config in ({"tensor": 2}, {"tensor": 4}, {"tensor": 2, "ulysses": 2}):
-        for size in (ODD, RAGGED):
-            results = ranks(ranks_of(config)).run(parity, model, {**config, "text": "shard"}, size, False)
-            for rank, result in enumerate(results):
-                expected = expected_tensor_bytes(model, size, rank, config["tensor"], config.get("ulysses", 1))
-                assert result["sent"]["tensor"] == expected
-
-
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", sampled(MODELS, of=4))
 def test_memory_of_a_rank(ranks, model):
     """A rank's tensors own exactly the memory of what is whole plus its part of the rest."""
     total = sum(p.numel() for p in tiny(model).parameters())

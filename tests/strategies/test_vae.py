@@ -255,7 +255,7 @@ def in_pipeline(kind: str, count: int, config: dict[str, Any], tiled: bool = Fal
         ("text", 1, {"ulysses": 2}),
         ("image", 1, {"ring": 2}),
         pytest.param("image", 3, {"cfg": 2}, marks=pytest.mark.matrix),
-        ("text", 1, {"pipe": 2, "warmup": "fixed(1)"}),
+        pytest.param("text", 1, {"pipe": 2, "warmup": "fixed(1)"}, marks=pytest.mark.matrix),
         pytest.param("text", 2, {"data": 2, "ulysses": 2}, marks=pytest.mark.matrix),
     ],
     ids=str,

@@ -18,6 +18,7 @@ from ditmesh.staleness.drift import SAMPLED_TOKENS, DriftMonitor, drifts_of
 from ditmesh.staleness.policy import Decision, Outlook, PastStep, parse
 from ditmesh.staleness.schedule import even_levels, noise_levels
 from support.pipelines import MAKERS, arguments, draw
+from support.sample import sampled
 from support.stale import decisions, displaced
 
 # --- policies -----------------------------------------------------------------------------------------------------
@@ -50,16 +51,7 @@ def test_decisions(policy, devices, expected):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        "fixed",
-        "fixed(-1)",
-        "fixed(1.5)",
-        "steps(-1)",
-        "adaptive(1, 0)",
-        "always(3)",
-        "adaptive(nan)",
-    ],
+    "wrong", ["fixed", "fixed(-1)", "fixed(1.5)", "steps(-1)", "adaptive(1, 0)", "always(3)", "adaptive(nan)"]
 )
 def test_wrong_policies_are_refused(wrong):
     with pytest.raises(ditmesh.ConfigError, match=r"is not a warm-up policy; use 'fixed\(4\)', .*'adaptive\(0.05\)'"):
@@ -333,12 +325,12 @@ def decided(name: str, config: dict[str, Any], steps: int) -> tuple[list[tuple[b
         return decisions(pipe), [record.mean_drift for record in log.steps], log.summary()
 
 
-@pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(
-    ("world", "axes"), [(2, {}), (4, {"cfg": 2}), pytest.param(4, {"data": 2}, marks=pytest.mark.matrix)], ids=str
+    ("name", "given"), sampled(MAKERS, [(2, {}), (4, {"cfg": 2}), (4, {"data": 2})], of=2), ids=str
 )
-def test_all_ranks_decide_alike(ranks, name, world, axes):
+def test_all_ranks_decide_alike(ranks, name, given):
     """Also those that see other rows and other branches: drift is that of all ranks, to the bit."""
+    world, axes = given
     results = ranks(world).run(decided, name, {**axes, **displaced(2, "adaptive(0.04)")}, 8)
     assert all(result == results[0] for result in results)
     found, drifts, summary = results[0]

@@ -31,7 +31,7 @@ TOLERANCE = 1e-5  # relative, float32
             {"ulysses": 3, "speeds": (4, 1, 1)},
             {"ulysses": 2, "ring": 2, "speeds": (1, 2, 3, 4)},
         ],
-        of=4,
+        of=8,
     ),
     ids=str,
 )

@@ -212,12 +212,7 @@ class ComfyUI:
         return node["class_type"], tuple(sorted(plain.items())), changed, before
 
     def _output(
-        self,
-        workflow: Workflow,
-        key: str,
-        signs: dict[str, Any],
-        pnginfo: dict[str, Any] | None,
-        shown: dict[str, Any],
+        self, workflow: Workflow, key: str, signs: dict[str, Any], pnginfo: dict[str, Any] | None, shown: dict[str, Any]
     ) -> Any:
         if key in self._outputs:
             return self._outputs[key][1]

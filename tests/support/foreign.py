@@ -115,15 +115,7 @@ class ForeignImage(nn.Module):
         self.final = nn.Linear(WIDTH, 4)
 
     def forward(
-        self,
-        x,
-        timestep,
-        context,
-        attention_mask,
-        ref_latents=None,
-        control=None,
-        transformer_options=None,
-        **kwargs,
+        self, x, timestep, context, attention_mask, ref_latents=None, control=None, transformer_options=None, **kwargs
     ):
         tokens = x.shape[-2] * x.shape[-1]
         pictures = [x, *(ref_latents or [])]

@@ -18,7 +18,6 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import ditmesh
 from ditmesh.attention import kernels
@@ -325,25 +324,6 @@ def mixed_precision(config: dict[str, Any]) -> tuple[float, float]:
         return max(float((values[key] - exact[key]).norm() / exact[key].norm()) for key in exact)
 
     return off(found), off(truth)
-
-
-def whole_model_again(config: dict[str, Any]) -> tuple[float, str]:
-    """A whole call under `torch.utils.checkpoint`, as a part of a larger model may be."""
-    model, size = copy.deepcopy(tiny("Flux")), sizes("Flux")["B=2 ragged"]
-    truth = gradients(model, fresh("Flux", size, torch.float32))
-    model.zero_grad(set_to_none=True)
-    with ditmesh.parallelized(model, config):
-        arguments = fresh("Flux", size, torch.float32)
-        # The first call after it would begin with a boundary if this one counted as failed.
-        for _ in range(2):
-            model.zero_grad(set_to_none=True)
-            for leaf in LEAVES:
-                arguments[leaf].grad = None
-            output = checkpoint(lambda: model(**arguments)[0], use_reentrant=False)
-            weighted(output).backward()
-        reduce_gradients(model, ditmesh.engine_of(model).mesh, [arguments[leaf] for leaf in LEAVES])
-        failed = ditmesh.engine_of(model).mesh.failed
-    return (float("inf"), "failed") if failed else error(collected(model, arguments), truth)
 
 
 def ordered_step(

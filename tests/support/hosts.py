@@ -140,11 +140,7 @@ class Hosts(list[Host]):
     """Hosts that reach one another over a network."""
 
     def torchrun(
-        self,
-        command: Sequence[str],
-        ranks: int = 1,
-        extra: Mapping[str, str] | None = None,
-        **more: Any,
+        self, command: Sequence[str], ranks: int = 1, extra: Mapping[str, str] | None = None, **more: Any
     ) -> list[subprocess.Popen[Any]]:
         """Start ``torchrun`` on every host, which meet at the first one's address.
 

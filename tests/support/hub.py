@@ -67,9 +67,7 @@ def _flux() -> Any:
     )
 
 
-STAND_INS: dict[str, Callable[[], Any]] = {
-    "black-forest-labs/FLUX.1-dev": _flux,
-}
+STAND_INS: dict[str, Callable[[], Any]] = {"black-forest-labs/FLUX.1-dev": _flux}
 
 
 def fill(cache: Path) -> None:

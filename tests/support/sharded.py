@@ -82,21 +82,6 @@ def uneven(config: dict[str, Any], prompts: list[int], shard: int) -> bool:
     return torch.equal(*pictures)
 
 
-def three_branches(config: dict[str, Any], shard: int) -> bool:
-    """The same of a sampler that calls the transformer three times a step."""
-    pictures = []
-    for extra in ({}, {"shard": shard}):
-        model = copy.deepcopy(tiny("Flux"))
-        made, found = inputs("Flux", RAGGED, False), []
-        text = made["encoder_hidden_states"]
-        with ditmesh.parallelized(model, {**config, **extra}):
-            for _ in range(3):
-                found += [flat(run(model, {**made, "encoder_hidden_states": text * k}))[0] for k in (1.0, 0.5, 0.25)]
-                ditmesh.engine_of(model).clock.advance()
-        pictures.append(torch.stack(found))
-    return torch.equal(*pictures)
-
-
 def broken_off(config: dict[str, Any], interrupted: bool = False) -> dict[str, Any]:
     """A request that fails on rank 1 in a block of its second step; the next one, and what restore gives back.
 

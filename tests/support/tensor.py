@@ -14,7 +14,6 @@ from ditmesh.layout.conventions import Size
 from support.models import inputs, relative_error, run, sizes, tiny
 from support.parity import parity
 from support.patched import everything, same
-from support.traffic import FLOAT, split
 
 
 def without_sum(name: str, config: dict[str, Any], size: Size) -> float:
@@ -32,31 +31,6 @@ def bits(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def expected_tensor_bytes(model: str, size: Size, rank: int, degree: int, sequence: int = 1) -> int:
-    """Bytes ``rank`` of ``degree`` tensor ranks sends in one forward; each has 1/``sequence`` of the tokens."""
-    width = 128 if model == "Flux" else 64
-    image = split(size.rows * size.cols, sequence)[rank // degree]
-    text = split(size.text, sequence)[rank // degree]
-    # Tokens of every sum over ranks, and modulation vectors put together (in widths), per block in order.
-    if model == "DiT":
-        # The last layer embeds the timestep once more, with the first block's embedder.
-        sums, gathers, vectors = [image, image] * 3, [6] * 3, 4
-    elif model == "PixArt":
-        sums, gathers, vectors = [image, image, image] * 3, [], 1
-    elif model == "SD3":
-        # The first block has a second attention; the last returns no text. norm_out has two widths.
-        sums = [image, image, image, text, text, image, image, text, text, image, image]
-        gathers, vectors = [9, 6, 6, 6, 6, 2, 2], 1
-    else:
-        sums = [image, image, text, text] * 2 + [image + text] * 2
-        gathers, vectors = [6, 6] * 2 + [3] * 2 + [2], 2
-    reduced = sum(
-        2 * (degree - 1) * tokens * size.batch * width * FLOAT // degree for tokens in [*sums, *[1] * vectors]
-    )
-    gathered = sum((degree - 1) * parts * width // degree * size.batch * FLOAT for parts in gathers)
-    return reduced + gathered
 
 
 def memory(name: str, config: dict[str, Any]) -> dict[str, float]:

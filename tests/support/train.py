@@ -79,6 +79,18 @@ def settings(data: Path, out: Path, **more: Any) -> dict[str, Any]:
     }
 
 
+def data_and_model(folder: Path, count: int) -> Path:
+    """A data folder, beside which a tiny Flux lies that `tiny_settings` trains."""
+    save_pipeline("flux", folder)
+    return folder_of(folder / "data", count)
+
+
+def tiny_settings(data: Path, out: Path, **more: Any) -> dict[str, Any]:
+    """`settings` of the pipeline of `data_and_model`: a run costs a quarter of what the embedded one's does."""
+    given = {"pretrained_model_name_or_path": str(data.with_name("flux")), "resolution": 32}
+    return settings(data, out, **{**given, **more})
+
+
 def loaded(name: Any) -> Any:
     """A pipeline of a folder, or an embedded one, as diffusers has it."""
     pipe = diffusers.DiffusionPipeline.from_pretrained(find_model(str(name)).files)

@@ -42,11 +42,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
         "Ideogram4Pipeline",
     ),
     "the autoencoder decodes 2 latents": ("QwenImageLayeredPipeline",),
-    "it takes no prompt": (
-        "VisualClozePipeline",
-        "VisualClozeGenerationPipeline",
-        "Kandinsky6SRPipeline",
-    ),
+    "it takes no prompt": ("VisualClozePipeline", "VisualClozeGenerationPipeline", "Kandinsky6SRPipeline"),
     "holds given numbers that change from step to step": (
         "HunyuanImageRefinerPipeline",
         "WanVACEPipeline reference",
@@ -62,10 +58,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     ),
     "parts of the sample are at different times": ("SkyReelsV2DiffusionForcingPipeline asynchronous",),
     "several arguments depend on the sample": ("Cosmos2_5_TransferPipeline",),
-    "is no straight function": (
-        "Kandinsky6TI2VAPipeline image",
-        "Kandinsky6TI2VAPipeline",
-    ),
+    "is no straight function": ("Kandinsky6TI2VAPipeline image", "Kandinsky6TI2VAPipeline"),
     "is called": ("GlmImagePipeline image",),
     "no autoencoder decodes": ("PRXPixelPipeline",),
     "is not a linear function": ("AmusedPipeline",),

@@ -209,14 +209,9 @@ def test_all_ranks_train_one_adapter(ranks, root, tmp_path):
     alone = losses_of(given)
     untrained = losses_of({**given, "output_dir": str(tmp_path / "still"), "learning_rate": 1e-12})
     assert abs(alone[2] / untrained[2] - 1) > 1e-3
-    for number, more in enumerate(
-        (
-            {"parallel": {"ring": 2}, "sharding": "fsdp"},
-            {"parallel": {"data": 2}, "sharding": "ddp", "gradient_checkpointing": True},
-        )
-    ):
-        for found in ranks(2).run(losses_of, {**given, **more, "output_dir": str(tmp_path / str(number))}):
-            assert max(abs(found[step] / alone[step] - 1) for step in alone) <= 1e-5, more
+    more = {"parallel": {"ring": 2}, "sharding": "fsdp", "output_dir": str(tmp_path / "ranks")}
+    for found in ranks(2).run(losses_of, {**given, **more}):
+        assert max(abs(found[step] / alone[step] - 1) for step in alone) <= 1e-5
 
 
 def test_adapters_that_do_not_fit_are_refused(root, tmp_path):

@@ -23,12 +23,7 @@ from support.sample import sampled
 from support.train import configured, folder_of, loaded, save_pipeline, settings
 
 # The largest difference from the weight, of its largest number; and bytes, of those of bfloat16.
-PRECISIONS = {
-    "bf16": (2**-8, 1.0),
-    "int8": (0.005, 0.52),
-    "fp8": (0.04, 0.52),
-    "nf4": (0.16, 0.27),
-}
+PRECISIONS = {"bf16": (2**-8, 1.0), "int8": (0.005, 0.52), "fp8": (0.04, 0.52), "nf4": (0.16, 0.27)}
 
 
 def needs(precision: str) -> None:

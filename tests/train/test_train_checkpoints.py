@@ -11,12 +11,12 @@ import ditmesh
 from ditmesh.comm.mesh import Mesh
 from ditmesh.train.checkpoints.checkpoint import Checkpoints, broken
 from ditmesh.train.trainer import Trainer
-from support.train import configured, folder_of, loaded, settings
+from support.train import configured, data_and_model, loaded, tiny_settings
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return folder_of(tmp_path_factory.mktemp("data"), 6)
+    return data_and_model(tmp_path_factory.mktemp("data"), 6)
 
 
 def saved(folder, step, keep=None):
@@ -55,21 +55,13 @@ def test_the_name_is_given_last_and_the_last_good_one_stays(tmp_path, monkeypatc
 
 # --- on other ranks --------------------------------------------------------------------------------------------
 
-SETTINGS = {
-    "whole": {
-        "ema_decay": 0.9,
-        "lr_scheduler": "cosine",
-        "lr_warmup_steps": 3,
-        "max_grad_norm": 0.5,
-    },
-    "lora": {"lora": {"rank": 2}, "ema_decay": 0.9999},
-}
+SETTINGS = {"ema_decay": 0.9, "lr_scheduler": "cosine", "lr_warmup_steps": 3, "max_grad_norm": 0.5}
 
 
 def state_of(given, steps=None):
     """Losses of a run, and what would be saved at its end, whole."""
     config = configured(given)
-    with Trainer(config, loaded("emoji-sd3"), timeout=100.0) as trainer:
+    with Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=100.0) as trainer:
         losses = trainer.run(until=steps).losses
         state = trainer.state.tensors()
         rate = trainer.update.optimizer.param_groups[0]["lr"]
@@ -77,13 +69,10 @@ def state_of(given, steps=None):
     return losses, rate, average
 
 
-@pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=[pytest.mark.matrix] * (what == "lora")) for what in SETTINGS]
-)
-def test_other_ranks_go_on(ranks, data, tmp_path, what):
+def test_other_ranks_go_on(ranks, data, tmp_path):
     """Two sequence ranks, then one, then two data ranks: the curve, rate and average of one run of one rank."""
-    given = settings(data, tmp_path / "parts", global_batch_size=2, train_batch_size=1, max_train_steps=3)
-    given |= {"resolution": 32, "seed": 1, "learning_rate": 1e-3, **SETTINGS[what]}
+    given = tiny_settings(data, tmp_path / "parts", global_batch_size=2, train_batch_size=1, max_train_steps=3)
+    given |= {"seed": 1, "learning_rate": 1e-3, **SETTINGS}
     curve, rate, average = state_of({**given, "output_dir": str(tmp_path / "whole")})
     on = {**given, "resume_from_checkpoint": "latest"}
     found = dict(ranks(2).run(state_of, {**given, "parallel": {"ulysses": 2}}, 1)[0][0])

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from ditmesh.train.checkpoints.checkpoint import broken
 from ditmesh.train.trainer import Trainer
 from support.faults import DEADLINE, PROMPT, held, injected, more_than
-from support.train import configured, folder_of, loaded, losses_of, settings
+from support.train import configured, data_and_model, loaded, losses_of, tiny_settings
 
 CONFIGS = {
     "ulysses": {"parallel": {"ulysses": 2}},
@@ -31,7 +31,7 @@ POINTS = ("reading", "forward", "backward", "optimizer", "state", "writing")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("data"), 4)
+    return data_and_model(tmp_path_factory.mktemp("data"), 4)
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,8 @@ def _tidy(tmp_path):
 
 def short(data, out, **more):
     """Runs of three small steps, with a checkpoint after each."""
-    given = settings(data, out, train_batch_size=1, global_batch_size=2, max_train_steps=3, checkpointing_steps=1)
-    return {**given, "resolution": 32, **more}
+    more = {"train_batch_size": 1, "global_batch_size": 2, "max_train_steps": 3, "checkpointing_steps": 1, **more}
+    return tiny_settings(data, out, **more)
 
 
 class Faulty:
@@ -105,7 +105,10 @@ def drill(given, points):
     for number, (point, rank) in enumerate(points):
         config = configured({**given, "output_dir": f"{given['output_dir']}/{number}"})
         steps = [time.monotonic()]
-        with ended_in(ended), Trainer(config, loaded("emoji-sd3"), timeout=DEADLINE) as trainer:
+        with (
+            ended_in(ended),
+            Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=DEADLINE) as trainer,
+        ):
             fault = Faulty(trainer, point) if dist.get_rank() == rank else None
             try:
                 outcome = trainer.run(report=lambda _: steps.append(time.monotonic()))  # noqa: B023

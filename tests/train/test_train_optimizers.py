@@ -109,15 +109,6 @@ def test_ranks_learn_as_one_device_and_one_goes_on(ranks, given, tmp_path, name,
     assert max(abs(found[step] / alone[step] - 1) for step in alone) <= 2e-5
 
 
-@pytest.mark.matrix
-def test_reproducible_on_any_ranks(ranks, given, tmp_path):
-    more = {"reproducible": True, "max_train_steps": 2}
-    alone = steps(given("Prodigy", **more))[:2]
-    on = given("Prodigy", **more, parallel={"data": 2}, output_dir=str(tmp_path / "ranks"))
-    for found in ranks(2).run(steps, on):
-        assert found[:2] == alone
-
-
 def test_adamw_is_torchs_with_the_runs_settings(given):
     model = torch.nn.ModuleDict({"transformer": torch.nn.Linear(3, 2)})
     made = make_optimizer(

@@ -24,7 +24,7 @@ from ditmesh.train.data.encoder import SampleEncoder
 from ditmesh.train.data.sources import read_samples
 from ditmesh.train.trainer import Trainer
 from ditmesh.train.uneven import uneven_work
-from support.train import configured, folder_of, loaded, save_pipeline, settings
+from support.train import configured, data_and_model, folder_of, loaded, save_pipeline, settings, tiny_settings
 
 COUNT = 12
 
@@ -35,7 +35,7 @@ def rank_of() -> int:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("data"), COUNT)
+    return data_and_model(tmp_path_factory.mktemp("data"), COUNT)
 
 
 def run(given, per_rank=None, until=None):
@@ -65,7 +65,7 @@ def run(given, per_rank=None, until=None):
 
 def one_epoch(data, out, **more):
     """Every sample once, shared out to two data ranks."""
-    given = settings(data, out, global_batch_size=4, max_train_steps=COUNT // 4, parallel={"data": 2})
+    given = tiny_settings(data, out, global_batch_size=4, max_train_steps=COUNT // 4, parallel={"data": 2})
     return {**given, "checkpointing_steps": 100, "lora": {"rank": 2}, **more}
 
 
@@ -133,7 +133,8 @@ def test_what_one_rank_cannot_read_is_known_to_all(ranks, data, tmp_path):
     # Its header is whole, so that only decoding finds out, on the rank that trains it.
     (other / "005.png").write_bytes(whole[: len(whole) // 2])
     for more in ({}, {"cache_dir": str(tmp_path / "cache")}):
-        found = ranks(2).run(run, one_epoch(other, tmp_path / f"out-{len(more)}", **more))
+        given = one_epoch(data, tmp_path / f"out-{len(more)}", **more)
+        found = ranks(2).run(run, {**given, "train_data_dir": str(other)})
         assert found[0]["skipped"] == found[1]["skipped"]
         (sentence,) = found[0]["skipped"]
         assert sentence.startswith("005.png is corrupt")
@@ -161,7 +162,9 @@ def test_a_cache_of_each_hosts_own(ranks, data, tmp_path):
 
 
 def test_a_damaged_file_is_encoded_again(data, tmp_path):
-    given = settings(data, tmp_path / "out", cache_dir=str(tmp_path / "cache"), max_train_steps=6, lora={"rank": 2})
+    given = tiny_settings(
+        data, tmp_path / "out", cache_dir=str(tmp_path / "cache"), max_train_steps=6, lora={"rank": 2}
+    )
     whole = run(given)
     files = files_of(tmp_path / "cache")
     for file in files[:3]:
@@ -191,22 +194,23 @@ def encoded_of(given):
 
 
 def test_what_decides_what_is_encoded_is_in_the_names(data, tmp_path):
+    given = tiny_settings(data, tmp_path / "out", cache_dir=str(tmp_path / "cache"))
     data = changed_copy(data, tmp_path / "data", "none")
-    given = settings(data, tmp_path / "out", cache_dir=str(tmp_path / "cache"))
+    given["train_data_dir"] = str(data)
     assert encoded_of(given)[0] == COUNT
     again, trainer = encoded_of(given)
     assert again == 0
 
     def names(**more):
         """Names of files, of another folder or other ones, by settings and the pipeline as it is now."""
-        config, sizes = configured({**given, **more}), [(more.get("resolution", 64),) * 2] * COUNT
+        config, sizes = configured({**given, **more}), [(more.get("resolution", 32),) * 2] * COUNT
         samples = (trainer.pipe, trainer.family, trainer.data.samples, sizes, config, trainer.device)
         encoder = SampleEncoder(*samples)
         folder = encoder.fingerprint(lambda *_: None)
         return [f"{folder}/{name}" for name in encoder.keys(lambda *_: None)]
 
     before = {*names()}
-    for more in ({"max_sequence_length": 8}, {"random_flip": True}, {"resolution": 32}):
+    for more in ({"max_sequence_length": 8}, {"random_flip": True}, {"resolution": 16}):
         assert not before & {*names(**more)}, more
     vae = trainer.pipe.vae
     for change in (

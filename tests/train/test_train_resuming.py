@@ -71,10 +71,7 @@ def stopped(begun, tmp_path):
     [
         ({"seed": 1}, "seed was 0 and is 1, .* allow it with resume_allow_changed: .seed."),
         ({"global_batch_size": 4}, "batch was 2 and is 4, .*set global_batch_size to 2"),
-        (
-            {"weighting_scheme": "none", "seed": 1},
-            "weighting_scheme was .*; seed was .*allow them .*scheme, seed.",
-        ),
+        ({"weighting_scheme": "none", "seed": 1}, "weighting_scheme was .*; seed was .*allow them .*scheme, seed."),
         ({"aspect_ratio_buckets": "32,32;16,64"}, "aspect_ratio_buckets was null and is"),
         ({"lora": {"rank": 2, "target_modules": ["to_q"]}}, "lora.target_modules was .*states of other weights"),
         ({"lora": {"rank": 2, "alpha": 8.0}}, "lora.alpha was null and is 8.0"),

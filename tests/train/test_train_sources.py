@@ -132,7 +132,7 @@ def test_data_sets_are_found_with_settings_of_their_own(tmp_path, data):
 def test_captions_are_worded():
     words = ["a [trigger] cat", "a sks cat", "a cat", ("a", "b sks"), 3, None, ""]
     assert [triggered(one, "sks") for one in words] == [
-        *("a sks cat", "a sks cat", "sks, a cat", ("sks, a", "b sks"), 3, None, ""),
+        *("a sks cat", "a sks cat", "sks, a cat", ("sks, a", "b sks"), 3, None, "")
     ]
     assert [triggered(one, None) for one in words] == words
     several = ("a", "b", "c")

@@ -73,10 +73,13 @@ def is_published(model: nn.Module, lists: Iterable[str]) -> bool:
             found = library_class(type(inner))
             if found is None or named.get(found.__name__) is not found:
                 return False
-        for module in blocks.modules():
-            processor = getattr(module, "processor", None)
-            if not _is_of_layers(type(module), module.forward, *([] if processor is None else [type(processor)])):
-                return False
+        modules = [*blocks.modules()]
+        # A class stands for all its modules, but for those with a forward of their own.
+        kinds = {type(part) for module in modules for part in (module, getattr(module, "processor", None))}
+        kinds.discard(type(None))
+        own = [vars(module)["forward"] for module in modules if "forward" in vars(module)]
+        if not _is_of_layers(*kinds, *(kind.forward for kind in {*map(type, modules)}), *own):
+            return False
     return True
 
 
