@@ -360,11 +360,7 @@ class ParallelConfig(BaseModel):
     def check_world_size(self, world_size: int, given: str | None = None) -> None:
         """Raise an error if the degrees do not multiply to ``world_size`` ranks.
 
-        Args:
-            given: what says that there are so many, such as ``and --devices is 2``.
-
-        Raises:
-            ConfigError: the message names the degrees, both numbers and the way out.
+        ``given``: what says that there are so many, such as ``and --devices is 2``.
         """
         if self.world_size != world_size:
             degrees = [f"{axis}={degree}" for axis, degree in self.degrees.items() if degree > 1]

@@ -98,10 +98,7 @@ def problem_text(problem: Mapping[str, Any]) -> str:
 def shortened(error: BaseException, at_most: int = 200, with_kind: bool = False) -> str:
     """The message of an error on one line, for use inside another message.
 
-    Args:
-        error: an exception of any library.
-        at_most: characters that are kept.
-        with_kind: begin with the name of its class; an error without a message always does.
+    ``with_kind``: begin with the name of its class; an error without a message always does.
     """
     said = " ".join(str(error).split())
     kind = type(error).__name__

@@ -86,11 +86,8 @@ def check_recipe(recipe: Recipe, config: ParallelConfig, models: Iterable[tuple[
 def keeps_between_steps(recipe: Recipe, config: ParallelConfig, models: Iterable[nn.Module] = ()) -> str:
     """A clause that names the state of one request's step for the next; empty: there is none.
 
-    Requests then cannot share a batch. Servers and predictions ask here.
-
-    Args:
-        recipe, config: strategies, each of which says what it keeps (`Strategy.keeps_between_steps`).
-        models: that have been loaded; their caches keep something, whatever the configuration is.
+    Requests then cannot share a batch. Servers and predictions ask here. ``models``: that have been loaded; their
+    caches keep something, whatever the configuration is.
     """
     kept = next((kept for one in wanted(recipe, config) if (kept := one.keeps_between_steps(config))), "")
     return kept or next((kept for model in models if (kept := state_clause(model))), "")

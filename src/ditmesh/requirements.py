@@ -25,9 +25,8 @@ def not_installed(what: str, package: str, extra: str) -> str:
 def outdated(extras: tuple[str, ...] = EXTRAS) -> list[str]:
     """A sentence for each installed package that is older than ditmesh needs.
 
-    Args:
-        extras: whose packages are looked at besides those that are always needed. One that is not installed is none
-            of the sentences.
+    ``extras``: whose packages are looked at besides those that are always needed. One that is not installed is none of
+    the sentences.
     """
     from packaging.requirements import Requirement
     from packaging.version import Version
@@ -56,11 +55,7 @@ def outdated(extras: tuple[str, ...] = EXTRAS) -> list[str]:
 def check_versions(*extras: str) -> None:
     """Refuse an environment with packages that are too old, before they fail in words of their own.
 
-    Args:
-        extras: as for `outdated`.
-
-    Raises:
-        InputError: naming all of them.
+    `InputError`: naming all of them.
     """
     if sentences := outdated(extras):
         raise InputError(". ".join(sentences))

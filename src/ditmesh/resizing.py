@@ -11,14 +11,8 @@ def resized(config: ParallelConfig, devices: int, heads: int | None = None) -> P
     """The configuration for another number of devices that comes closest to a given one, on all of them.
 
     PipeFusion and a stale exchange stay as far as they can use the devices; the other axes are given up for ring and
-    ulysses. Tiles and patches, which decide the bits of a reproducible image, stay.
-
-    Args:
-        devices: number of ranks that are there.
-        heads: attention heads of the model, when known.
-
-    Raises:
-        ConfigError: the settings that stay do not fit the devices.
+    ulysses. Tiles and patches, which decide the bits of a reproducible image, stay. `ConfigError`: the settings that
+    stay do not fit the devices.
     """
     if devices == config.world_size:
         return config

@@ -144,7 +144,7 @@ def test_what_a_user_wrote_is_text_everywhere():
     nasty = '<script>alert("1")</script>'
     page = Page(nasty, nasty)
     page.section(nasty)
-    page.points([nasty], nasty)
+    page.points([nasty])
     page.table((nasty, "b"), [(nasty, StyledText(nasty, "words"))], nasty)
     page.facts({nasty: {nasty: nasty}}, nasty)
     page.charts([(figures.scatter_chart([figures.Point(nasty, nasty, 1, 2)], nasty, nasty, nasty), nasty)])

@@ -11,6 +11,7 @@ from PIL import Image
 
 from ditmesh.core.digests import digest
 from ditmesh.errors import InputError
+from ditmesh.lab.pages.charts import number_text
 from ditmesh.quality import metrics, pictures
 from ditmesh.report import formatting
 
@@ -85,8 +86,8 @@ def test_digest_tells_bits_shapes_and_types():
 
 def test_numbers_are_formatted_for_people():
     texts = {0.0: "0", 0.03125: "0.0312", 1.0: "1.00", 1234.5: "1,234", 3.2e-7: "3.20 × 10⁻⁷", 2.5e9: "2.50 × 10⁹"}
-    assert {value: formatting.number_text(value) for value in texts} == texts
-    assert (formatting.number_text(None), formatting.number_text(inf)) == ("", "infinite")
+    assert {value: number_text(value) for value in texts} == texts
+    assert (number_text(None), number_text(inf)) == ("", "infinite")
     nested = {"a": {"b": 1, "c": {"d": True}}, "list": [{"x": 0.5}, {"x": None}], "words": ("u", "v"), "none": None}
     assert list(formatting.flattened_pairs(nested)) == [
         ("a: b", "1"),

@@ -158,6 +158,26 @@ def test_pictures_of_a_busy_server_are_those_of_one_device(ranks, config, tmp_pa
     assert len(of(said, Beat)[-1].ranks) == pool.world_size
 
 
+def test_an_image_that_can_be_in_time_pauses_others_of_its_owner(ranks):
+    def script(message: Any, send: Any) -> None:
+        if isinstance(message, ModelReady):
+            for number, owner in enumerate("aab"):
+                send(replace(task(f"{owner}{number}", PROMPTS[number], seed=number), owner=owner))
+        if isinstance(message, TaskStepped) and (message.id, message.step) == ("a0", 1):
+            # The second cannot be in time.
+            send(replace(task("soon", PROMPTS[3], seed=3), owner="a", left=1e6, seconds=1.0))
+            send(replace(task("late", PROMPTS[3], seed=3), owner="a", left=1.0, seconds=1e6))
+
+    said = Owner(script, 5).serve(ranks(1), [spec()])
+    steps = [message.id for message in of(said, TaskStepped)]
+    during = steps[steps.index("soon") : len(steps) - steps[::-1].index("soon")]
+    assert {id for id in during if id in ("a0", "a1", "late")} == set()
+    assert during.count("b2") > 1
+    assert steps.index("late") > steps.index("soon") + 4
+    for number, id in enumerate(("a0", "a1", "b2", "soon")):
+        assert abs(picture(said, id) - alone(PROMPTS[number], number)).max() <= 1
+
+
 def test_adapters_are_on_for_their_own_requests_alone(ranks, tmp_path):
     loras = {"one": str(save_lora(tmp_path, 1)), "two": str(save_lora(tmp_path, 2))}
     asked = {"0": [], "1": [{"name": "two", "scale": 0.7}], "2": [{"name": "two"}, {"name": "one", "scale": 0.5}]}

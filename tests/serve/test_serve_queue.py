@@ -159,6 +159,7 @@ def test_a_deadline_that_cannot_be_met_any_more_does_not_go_first(opened: Any) -
     queue.submit("small", request(deadline_ms=7000), "a", 1.0)
     queue.submit("possible", request(deadline_ms=9000), "a", 2.0)
     # Of an image with other work nothing is known.
+    assert [(queue.head(id).left, queue.head(id).seconds) for id in ("possible", "hopeless")] == [(9, 8), (None, 8)]
     assert begun(queue) == ["small", "possible", "hopeless"]
 
 

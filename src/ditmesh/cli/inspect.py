@@ -31,13 +31,13 @@ def inspect(*, model: ModelArgument = "", size: Size = None, frames: Frames = No
 
     from ..layout.probe import layout_of_class, meta_model
     from ..memory.sizes import workload_of
-    from ..strategies.ahead import usually_ahead
+    from ..strategies.ahead import ahead_in
     from ..strategies.sharded import parameters_in_pieces
 
     workload = workload_of(info, pixels, None, 1, None, frames)
     layout = layout_of_class(info.transformer_class, info.transformer)
     module = meta_model(info.transformer_class, info.transformer)
-    ahead = usually_ahead(info.transformer_class, info.transformer, torch.bfloat16).modules
+    ahead = ahead_in(module, info.transformer, torch.bfloat16).modules
     parameters = [each for path in ahead for each in module.get_submodule(path).parameters()]
     facts |= {
         "parameters": sum(parameter.numel() for parameter in module.parameters()),

@@ -83,8 +83,7 @@ def memory(
 def _request(model: str, asked: tuple[Any, ...]) -> tuple[Components, Workload, bool, str]:
     """The model's components, the request, whether guidance has two branches, and what ``generate --model`` takes.
 
-    Args:
-        asked: size, tokens, images, branches and frames, as `workload_of` takes them.
+    ``asked``: size, tokens, images, branches and frames, as `workload_of` takes them.
     """
     import diffusers
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 def emit(result: dict[str, Any], as_json: bool, say: Callable[[dict[str, Any]], Report | None]) -> None:
     """Print a command's result: as JSON, or as the report that ``say`` makes of it, or prints itself.
 
-    Raises:
-        InputError: standard output is a file on a full disk.
+    `InputError`: standard output is a file on a full disk.
     """
     summary = None if as_json else say(result)
     try:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core.files import without_folder
 from ..errors import InputError
 from ..report.formatting import count
 from ..request import parse_size
@@ -154,6 +153,7 @@ def study(
 
 def _provenance(arguments: Sequence[str]) -> dict[str, Any]:
     """The origin of a page's figures: command line (without folders), code, machine and libraries."""
+    from ..lab.study.plan import without_folder
     from ..launch.hardware import describe_machine
 
     machine = describe_machine()
@@ -263,9 +263,9 @@ def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any]) -> dic
 
 
 def _say(result: dict[str, Any]) -> Report:
+    from ..lab.pages.charts import number_text
     from ..lab.study.analysis import Mean
     from ..lab.study.perceptual import METRIC
-    from ..report.formatting import number_text
     from ..report.report import Report
 
     def number(mean: dict[str, Any], digits: int) -> str:

@@ -43,9 +43,7 @@ def parallel_config(
 ) -> tuple[int, ParallelConfig | None]:
     """The number of ranks and their configuration (None: the engine chooses), from the given options.
 
-    Args:
-        devices: None: the product of the degrees, or the ranks that torchrun has started.
-        heads: attention heads of the model, when known.
+    ``devices``: None: the product of the degrees, or the ranks that torchrun has started.
     """
     degrees = any(name in AXES for name in settings)
     place = torchrun_rank()
@@ -80,8 +78,7 @@ def parallel_config(
 def read_settings(words: Sequence[str], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The settings with those of words such as ``"tiles=4"``, ``"warmup=fixed(2)"`` and ``"reproducible"``.
 
-    Raises:
-        ConfigError: a word is no setting with a value, or a setting is given twice.
+    `ConfigError`: a word is no setting with a value, or a setting is given twice.
     """
     changed = dict(settings or {})
     for word in words:

@@ -136,9 +136,7 @@ class RankGrid:
         """A gloo group of all ranks of the job for the caller alone, who destroys it. A collective call.
 
         For what exchanges at a pace of its own, such as a thread. None for a process that is no rank of a job.
-
-        Args:
-            timeout: deadline of its collectives; default: the mesh's.
+        ``timeout``: deadline of its collectives; default: the mesh's.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return None
@@ -214,11 +212,8 @@ class RankGrid:
     def agree(self, refusal: str) -> None:
         """Refuse something on all ranks if one of them does, before any of them begins. A collective call.
 
-        Args:
-            refusal: this rank's, a sentence; empty: it has none.
-
-        Raises:
-            ConfigError: the first refusal, the same sentence on all ranks.
+        ``refusal``: this rank's, a sentence; empty: it has none. `ConfigError`: the first refusal, the same sentence on
+        all ranks.
         """
         every = [refusal] if self.world_size == 1 else gather_objects(refusal, self._control)
         first = next((rank for rank, said in enumerate(every) if said), None)
@@ -229,11 +224,7 @@ class RankGrid:
     def check_device(self, device: torch.device | None) -> None:
         """Refuse, on all ranks alike, a model that computes on another kind of device. A collective call.
 
-        Args:
-            device: the model's; None: it has no weights.
-
-        Raises:
-            ConfigError: on all ranks alike.
+        ``device``: the model's; None: it has no weights.
         """
         self.agree(self.misfit(device))
 

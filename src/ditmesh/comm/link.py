@@ -199,10 +199,8 @@ class Link(Transports):
     def _gather_packed(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """All-gather of one buffer of every rank over the process group, sent once; shorter ones are filled up.
 
-        Bytes are counted as if a tensor went to each rank by itself, whatever the backend does.
-
-        Args:
-            sizes: elements of every rank's tensors.
+        Bytes are counted as if a tensor went to each rank by itself, whatever the backend does. ``sizes``: elements of
+        every rank's tensors.
         """
         self._enter("all_gather")
         mine, longest = tensors[0], max(sizes)
@@ -220,11 +218,9 @@ class Link(Transports):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors, the same bits on every rank.
 
-        Counted as what a ring all-reduce sends from each rank, whatever the backend does: 2 (n - 1) / n of the
-        tensor, rounded down to a byte.
-
-        Args:
-            tensor: of one shape and dtype on every rank; overwritten with the sum when it is contiguous.
+        Counted as what a ring all-reduce sends from each rank, whatever the backend does: 2 (n - 1) / n of the tensor,
+        rounded down to a byte. ``tensor``: of one shape and dtype on every rank; overwritten with the sum when it is
+        contiguous.
         """
         if self.size == 1:
             return tensor
@@ -241,8 +237,7 @@ class Link(Transports):
     def all_reduce_async(self, tensor: Tensor) -> Callable[[timedelta | None], Tensor]:
         """The sum of all ranks' tensors, the same bits on every rank; returns at once. For small ones: all send to all.
 
-        Args:
-            tensor: of one shape and dtype on every rank; not to be written to any more.
+        ``tensor``: of one shape and dtype on every rank; not to be written to any more.
 
         Returns:
             Waits for the other ranks', as `Transfer.wait` does, and returns the sum. Call it once, in order of posting.

@@ -69,8 +69,6 @@ class Mesh(RankGrid):
     """The ranks of one configuration, laid out as a grid of axes, with one `Link` per axis.
 
     Attributes:
-        config: the configuration it was made from.
-        device: the device this rank computes on.
         traffic: bytes this rank has sent, by axis.
         hosts: which ranks share a host.
         world: link over all ranks.
@@ -186,13 +184,9 @@ class Mesh(RankGrid):
         """A boundary, at which all ranks synchronise. A collective call.
 
         If the request before has failed on any rank, process groups and shared memory are renewed; see `when_renewed`.
-
-        Args:
-            purpose: the reason for the boundary; the same on every rank (the first 104 bytes count).
-
-        Raises:
-            PeerError: a rank has not come before the deadline, or has ended: the mesh is broken, and every later call
-                says so; or the ranks have come for different purposes: they may try again.
+        ``purpose``: the reason for the boundary; the same on every rank (the first 104 bytes count). `PeerError`: a
+        rank has not come before the deadline, or has ended: the mesh is broken, and every later call says so; or the
+        ranks have come for different purposes: they may try again.
         """
         if self.world_size == 1:
             return

@@ -19,11 +19,7 @@ _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The value of every rank of a group, in rank order, on all of them: anything that can be pickled. Collective.
-
-    Args:
-        group: None: the default group.
-    """
+    """The value of every rank of a group, in rank order, on all of them: anything that can be pickled. Collective."""
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, value, group=_on_host(group))
     return every
@@ -35,7 +31,6 @@ def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | Non
     Args:
         value: this rank's; only that of the source counts.
         source: its number among all ranks of the job.
-        group: None: the default group.
     """
     box = [value]
     dist.broadcast_object_list(box, source, group=_on_host(group))

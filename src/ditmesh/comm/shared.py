@@ -96,10 +96,8 @@ class SharedMemory:
     """One rank's side of the memory that the ranks of a job on one host share, for a number of links.
 
     Made collectively over all ranks, by the process group ``group``, where it is `possible`. ``timeout`` is the
-    deadline of every wait, ``near`` are the ranks that share it with this one, itself included.
-
-    Raises:
-        PeerError: one of them has ended meanwhile.
+    deadline of every wait, ``near`` are the ranks that share it with this one, itself included. `PeerError`: one of
+    them has ended meanwhile.
     """
 
     def __init__(

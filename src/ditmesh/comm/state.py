@@ -165,10 +165,7 @@ def _words(kind: str, specs: tuple[Spec, ...]) -> tuple[int, int, int]:
 def raise_for_peer(link: str, error: RuntimeError, state: RequestState | None = None) -> NoReturn:
     """Raise an error of a process group: as a `PeerError` where it only says that a rank did not take part.
 
-    Args:
-        link: name of the link that the group is of.
-        error: what the group has raised.
-        state: of the request, with the error of the rank that failed first, if that was reported.
+    ``state``: of the request, with the error of the rank that failed first, if that was reported.
     """
     text, backend = str(error), isinstance(error, dist.DistBackendError)
     known = backend or any(words in text.lower() for words in ("gloo", "nccl", "closed by peer"))

@@ -126,13 +126,12 @@ class Transports:
     ) -> None:
         """Use a process group and, where given, shared memory.
 
+        `ConfigError`: the group carries no tensors of this device.
+
         Args:
             group: of all ranks of the link.
             shared: where all of them are on this rank's host.
             device: of the tensors that travel.
-
-        Raises:
-            ConfigError: the group carries no tensors of this device.
         """
         backend = "" if group is None else backend_of(group, device)
         if group is not None and not backend:

@@ -41,13 +41,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Notice(NamedTuple):
-    """A failure of a rank.
-
-    Attributes:
-        rank: the failed one.
-        request: number of the request; None: the rank has ended, and fails every request.
-        reason: the error, one line.
-    """
+    """A failure of a rank; ``request``: number of the request; None: the rank has ended, and fails every request."""
 
     rank: int
     request: int | None
@@ -82,8 +76,7 @@ class FailureWatcher:
     def close(self, seconds: float = _LEAVING_SECONDS) -> None:
         """Leave the ring; the thread ends when the previous rank has left it, too.
 
-        Args:
-            seconds: how long to wait until the next rank knows. After them it takes this one's process for ended.
+        ``seconds``: how long to wait until the next rank knows. After them it takes this one's process for ended.
         """
         if self._open:
             self._open = False

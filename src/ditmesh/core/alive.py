@@ -21,10 +21,8 @@ PLAIN_TENSORS = (Tensor, Parameter, FakeTensor)
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations make while it is entered, until they are given back.
 
-    Works on tensors with values, on the meta device, and on fake tensors.
-
-    Args:
-        held: tensors that were there before, which do not count.
+    Works on tensors with values, on the meta device, and on fake tensors. ``held``: tensors that were there before,
+    which do not count.
 
     Attributes:
         now: bytes that are alive.

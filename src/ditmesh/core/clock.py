@@ -87,9 +87,6 @@ class CallClock:
     A scheduler that counts its steps needs no look at any tensor: the calls between two of its steps are one step.
     It is believed from the first step on that it was seen to count. Otherwise values are compared, at most
     once per call.
-
-    Args:
-        scheduler: returns the pipeline's scheduler, if there is one.
     """
 
     def __init__(self, scheduler: Callable[[], Any] = lambda: None) -> None:

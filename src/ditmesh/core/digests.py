@@ -248,9 +248,6 @@ class WeightDigests:
     A weight counts as changed when it is another tensor, lies elsewhere, has another form, or was written to in place
     (torch counts that). Writes that torch does not count, through ``.data`` or numpy, show in 64 of its values, which
     are read each time, or not at all. Weights that accelerate offloads are always elsewhere: for them it is the same.
-
-    Args:
-        pipe: the pipeline, or a module.
     """
 
     def __init__(self, pipe: Any) -> None:
@@ -260,8 +257,7 @@ class WeightDigests:
     def look(self, adopt: bool = False) -> dict[str, tuple[str, int]]:
         """The digest and `id` of every weight, by name.
 
-        Args:
-            adopt: changed weights are known to be right: they are not hashed, and equal on the ranks that adopt them.
+        ``adopt``: changed weights are known to be right: they are not hashed, and equal on the ranks that adopt them.
         """
         weights = list(weights_of(self.pipe))
         before, self._known = self._known, {}

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from itertools import count
 from math import isfinite
-from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import IO, Any
 
 try:
@@ -21,12 +21,8 @@ except ImportError:  # Windows
 def written_whole(path: str | Path, replace: bool = True) -> Iterator[Path]:
     """A temporary file beside ``path`` to write to; when the block ends without an error it takes that name.
 
-    Args:
-        replace: a file of that name is replaced; False: it stays, even if another process makes it meanwhile.
-
-    Raises:
-        FileExistsError: there is such a file, and ``replace`` is False.
-        OSError: the file cannot be written.
+    ``replace``: a file of that name is replaced; False: it stays, even if another process makes it meanwhile.
+    `FileExistsError`: there is such a file, and ``replace`` is False.
     """
     path = Path(path)
     temporary = path.with_name(f".{os.getpid()}-{os.urandom(4).hex()}.tmp")
@@ -53,11 +49,10 @@ def written_whole(path: str | Path, replace: bool = True) -> Iterator[Path]:
 def lock_of(file: str | Path) -> IO[str] | None:
     """Lock a file for this process, until the result is closed or the process ends in any way.
 
+    `OSError`: the file cannot be made.
+
     Returns:
         The open file with this process's number in it; None: another process, or another part of this one, holds it.
-
-    Raises:
-        OSError: the file cannot be made.
     """
     opened = Path(file).open("a+", encoding="utf-8")  # noqa: SIM115 - it stays open
     try:
@@ -95,12 +90,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def without_folder(argument: str) -> str:
-    """A word of a command line to show around: of an absolute path, also behind ``--option=``, the last name only."""
-    option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-    path: PurePath = PureWindowsPath(value) if "\\" in value else PurePosixPath(value)
-    # The first part is the root, or the home folder.
-    away = len(path.parts) > 2 and (path.is_absolute() or value.startswith("~"))
-    return f"{option}{equals}{path.name}" if away else argument

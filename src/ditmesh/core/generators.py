@@ -26,15 +26,8 @@ def set_default_states(device: torch.device, states: Mapping[str, Tensor]) -> No
 class OwnGenerators:
     """Default generators of one request: seeded when first used, and stored while other requests compute.
 
-    Some pipelines encode a control image with noise of the process's own generators, and some schedulers draw from
-    them in every step.
-
-    Args:
-        seed: of all of them.
-        device: its default generator is seeded beside the CPU's.
-
-    Attributes:
-        states: see `default_states`; empty before the first use.
+    Some pipelines encode a control image with noise of the process's own generators, and some schedulers draw from them
+    in every step. ``states``: see `default_states`; empty before the first use.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:

@@ -16,9 +16,7 @@ Node = tuple[int, int]
 class OrderedSum:
     """The sum of ``count`` tensors of one shape, along the tree.
 
-    Attributes:
-        count: of addends.
-        nodes: sums of the largest nodes that are complete.
+    ``nodes``: sums of the largest nodes that are complete.
     """
 
     def __init__(self, count: int) -> None:

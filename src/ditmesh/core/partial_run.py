@@ -59,14 +59,9 @@ def _meta(tensor: Tensor) -> Tensor:
 class LaterSteps:
     """What follows from chosen inputs, for their values in later steps: each operator runs for all steps at once.
 
-    So what it reads, such as the weights of a module, need not be there afterwards.
-
-    Args:
-        inputs: as they are in the run.
-        steps: their values in each later step, of the same shapes, dtypes and devices.
-
-    Attributes:
-        obstacle: the reason why later steps have no values, a clause; empty: they have.
+    So what it reads, such as the weights of a module, need not be there afterwards. ``steps``: their values in each
+    later step, of the same shapes, dtypes and devices. ``obstacle``: the reason why later steps have no values, a
+    clause; empty: they have.
     """
 
     def __init__(self, inputs: Sequence[Tensor], steps: Sequence[Sequence[Tensor]]) -> None:

@@ -28,7 +28,6 @@ class Partition:
     Attributes:
         blocks: for every block the lengths of the parts' runs, in the order of the parts.
         replicated: numbers of the blocks that every part holds whole; then every length is the block's.
-        names: of the blocks, if they have any.
     """
 
     blocks: tuple[tuple[int, ...], ...]

@@ -84,16 +84,7 @@ def refuse_pickling(kind: type[Any], whole: str, owner: Any, protocol: SupportsI
 
 
 class Patch:
-    """``owner.name`` replaced on the instance until `undo`.
-
-    Args:
-        owner: any object with a ``__dict__``.
-        replacement: takes the method's place; it may call `original`.
-
-    Attributes:
-        original: the replaced attribute, bound.
-        undone: whether the original is in force again.
-    """
+    """``owner.name`` replaced on the instance until `undo`; ``original``: the replaced attribute, bound."""
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         self.original: Callable[..., Any] = getattr(owner, name)
@@ -230,8 +221,7 @@ def is_patch(value: Any) -> bool:
 def put_aside(owners: Iterable[Any]) -> Callable[[], None]:
     """Leave objects for a while as they were without patches; returns what puts the patches back.
 
-    Raises:
-        InputError: when they are put back, and another has replaced the same attribute meanwhile.
+    `InputError`: when they are put back, and another has replaced the same attribute meanwhile.
     """
     held: list[tuple[dict[str, Any], str, _Replacement, Any]] = []
     for owner in owners:
@@ -262,9 +252,6 @@ class CallChain:
     A layer is called as ``layer(proceed, arguments)``, with the call's `Arguments`; ``proceed(arguments)`` is the next
     one inside, in the end the module's own forward. A layer changes copies, as those outside of it read theirs after
     the call, too. The patch is there only while there are layers.
-
-    Args:
-        module: the module that the forward belongs to.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -27,14 +27,7 @@ class RequestLeft(BaseException):
 
 
 class RequestValue(Generic[T]):
-    """What a part of the engine keeps of the open request from step to step.
-
-    Args:
-        make: makes the value of a request that has not begun.
-
-    Attributes:
-        value: of the open request.
-    """
+    """What a part of the engine keeps of the open request from step to step."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -50,9 +43,7 @@ class PipelineCall:
     """Something around every call of one pipeline, until `undo`.
 
     Python looks ``__call__`` up on the class, so the pipeline gets a subclass of its own class, of the same name.
-
-    Args:
-        around: called as ``around(proceed, *args, **kwargs)``; ``proceed(*args, **kwargs)`` is the pipeline's own call.
+    ``around``: called as ``around(proceed, *args, **kwargs)``; ``proceed(*args, **kwargs)`` is the pipeline's own call.
     """
 
     def __init__(self, pipe: Any, around: Callable[..., Any]) -> None:

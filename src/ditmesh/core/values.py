@@ -36,9 +36,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 class SeenValue(NamedTuple):
     """A value as it was seen: held, so that its memory is not reused.
 
-    Attributes:
-        value: a tensor, a number, or anything that compares.
-        key: of a tensor its memory, how it lies there, and how often that has been written to; None for all else.
+    ``key``: of a tensor its memory, how it lies there, and how often that has been written to; None for all else.
     """
 
     value: Any
@@ -48,9 +46,7 @@ class SeenValue(NamedTuple):
 def seen(value: Any, copied: bool = False) -> SeenValue:
     """A value as it is now.
 
-    Args:
-        value: a tensor, a number, or anything that compares.
-        copied: keep a copy of a tensor that does not record whether it is written to (inference mode).
+    ``copied``: keep a copy of a tensor that does not record whether it is written to (inference mode).
     """
     if not isinstance(value, Tensor):
         return SeenValue(value, None)

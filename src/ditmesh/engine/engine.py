@@ -40,9 +40,6 @@ class Engine:
     Args:
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
         owns_mesh: whether `close` gives the mesh's groups back.
-
-    Attributes:
-        strategies: those in force, in the order in which they are applied.
     """
 
     def __init__(
@@ -130,8 +127,7 @@ class Engine:
     def close(self) -> None:
         """Undo everything exactly. Collective if weights are distributed or the engine created its mesh.
 
-        Raises:
-            PeerError: weights could not be put together again; everything else is undone all the same.
+        `PeerError`: weights could not be put together again; everything else is undone all the same.
         """
         with self._undo:
             if self.config.cuts_weights or self.config.text_encoder in ("tensor", "sharded"):

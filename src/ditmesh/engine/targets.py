@@ -70,10 +70,8 @@ def mark(owner: Any, engine: Any) -> Callable[[], None]:
 def engine_of(target: Any) -> Engine:
     """The engine of a parallelised ``target``, with its config, mesh and byte counters.
 
-    Before a first call that is to show the layout, it knows its configuration and its mesh only.
-
-    Raises:
-        InputError: there is none.
+    Before a first call that is to show the layout, it knows its configuration and its mesh only. `InputError`: there is
+    none.
     """
     engine = getattr(target, ENGINE, None)
     if engine is None:
@@ -104,8 +102,7 @@ def refuse_twice(target: Any) -> None:
 def denoisers(target: Any) -> list[nn.Module]:
     """The denoising transformers of a pipeline, or the transformer itself.
 
-    Raises:
-        InputError: there is none, or it is compiled as a whole.
+    `InputError`: there is none, or it is compiled as a whole.
     """
     models = [target] if isinstance(target, nn.Module) else [getattr(target, name, None) for name in DENOISERS]
     transformers = [model for model in models if isinstance(model, nn.Module)]
@@ -135,8 +132,7 @@ def controls(pipe: Any) -> list[nn.Module]:
 def find_layout(model: nn.Module) -> TokenLayout:
     """The reviewed layout of the model's class, else one derived by probing the model.
 
-    Raises:
-        LayoutError: no reviewed layout, and the probe failed; says why.
+    `LayoutError`: no reviewed layout, and the probe failed; says why.
     """
     return layout_of(model) or probe(model)
 

@@ -55,7 +55,6 @@ class Hook(NamedTuple):
 
     Attributes:
         kind: the dictionary of the module in which it stands.
-        hook: the function.
         flags: the dictionaries of flags in which it stands besides.
         place: number of ditmesh's own hooks before it.
     """

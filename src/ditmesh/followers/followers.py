@@ -205,7 +205,6 @@ class FollowedModule(ABC):
     """A module of this process with copies on the other ranks, which take part in its calls.
 
     Attributes:
-        module: it.
         closed: whether the copies are gone.
         mesh: of all ranks.
     """

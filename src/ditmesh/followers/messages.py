@@ -114,10 +114,8 @@ def _places(facts: Sequence[_Facts]) -> list[int]:
 def pack_call(mesh: Mesh, call: Mapping[str, Any]) -> tuple[bytes, Callable[[], None]]:
     """A call, by the names of its arguments, as the other ranks are told of it; and what sends its tensors to them.
 
-    The latter is collective: the others `take_call`.
-
-    Raises:
-        InputError: a part of it cannot be sent; it is named. Or a gradient is wanted.
+    The latter is collective: the others `take_call`. `InputError`: a part of it cannot be sent; it is named. Or a
+    gradient is wanted.
     """
     numbered = NumberedTensors()
     try:

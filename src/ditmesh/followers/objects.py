@@ -29,7 +29,6 @@ class _Place(NamedTuple):
     Attributes:
         start: first byte; None: it is opened by ``opened``.
         near: whether it belongs on the rank's device.
-        parameter: whether it is an `nn.Parameter`.
         opened: function and arguments that open a GPU's tensor in another process.
         file: number of the memory or file that it lies in.
     """
@@ -44,13 +43,7 @@ class _Place(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """A pickled object and where its tensors are, for another process of this machine.
-
-    Attributes:
-        data: pickled.
-        places: of its tensors.
-        files: that tensors lie in.
-    """
+    """A pickled object and where its tensors are, for another process of this machine."""
 
     data: bytes
     places: list[_Place]

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import ConfigError, RankFailed
 from ..launch.devices import use_loopback
-from ..launch.pool import PRELOAD, RankPool
+from ..launch.pool import RankPool
 from ..launch.rank import join_group
 
 T = TypeVar("T")
@@ -20,13 +20,7 @@ MEET_SECONDS = 60.0
 
 
 class HostedCall(Generic[T]):
-    """The value or exception of this process, and the values of the other ranks.
-
-    Attributes:
-        value: the result of this process, if nothing was raised.
-        error: the exception of this process.
-        others: what ranks 1, 2, … have returned.
-    """
+    """The value or exception of this process, and the values of the other ranks."""
 
     value: T
     error: BaseException | None = None
@@ -43,10 +37,7 @@ class HostedRanks(RankPool):
     """Ranks 1, 2, … on this machine, of which this process is rank 0, with its own device and its own threads.
 
     The process joins a process group, torch's default one, until `close`. Its ranks end with it, however it ends, and
-    with a call that raises on one of them.
-
-    Raises:
-        ConfigError: as `RankPool`; or this process is in a process group already.
+    with a call that raises on one of them. `ConfigError`: as `RankPool`; or this process is in a process group already.
     """
 
     _first = 1
@@ -57,13 +48,12 @@ class HostedRanks(RankPool):
         device: str = "cpu",
         threads: int | None = None,
         gpus: Sequence[int] | None = None,
-        preload: Sequence[str] = PRELOAD,
     ) -> None:
         """Start the other ranks, and join them.
 
         Args:
             world_size: this process included.
-            device, threads, preload: as for `RankPool`; ``threads`` are the other ranks'.
+            device, threads: as for `RankPool`; ``threads`` are the other ranks'.
             gpus: numbers of the GPUs of all ranks, this process's first.
         """
         import torch.distributed as dist
@@ -79,7 +69,7 @@ class HostedRanks(RankPool):
         # Whether this process is in no process group of these ranks.
         self._left = True
         # The others have started by then and cannot be missed for long.
-        super().__init__(world_size, device, threads, MEET_SECONDS, preload, gpus, import_main=False)
+        super().__init__(world_size, device, threads, MEET_SECONDS, gpus=gpus, import_main=False)
         self._left = False
         use_loopback()
         meeting = f"rendezvous-{self.generation}"

@@ -27,9 +27,6 @@ class FollowedVae(FollowedModule):
 
     The module itself stays as it is: calls of its own are this process's alone.
 
-    Args:
-        vae: the autoencoder, on this process's device.
-
     Raises:
         InputError: it cannot be copied.
         RankFailed: a rank was lost.

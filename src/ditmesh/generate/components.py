@@ -35,12 +35,11 @@ LEFT_OUT = {"StableDiffusion3": ("text_encoder_3", "tokenizer_3")}
 def read_saved(info: ModelInfo, kind: type[Any] | None = None, **options: Any) -> Any:
     """A saved pipeline as diffusers' ``from_pretrained`` reads it, with values for all of its weights.
 
+    `InputError`: it cannot be loaded, has code of its own, or lacks weights of a component.
+
     Args:
         kind: class of the pipeline; default: the saved one.
         options: of ``from_pretrained``; components in the place of saved ones.
-
-    Raises:
-        InputError: it cannot be loaded, has code of its own, or lacks weights of a component.
     """
     import diffusers
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline

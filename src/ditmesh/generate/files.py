@@ -197,8 +197,7 @@ def file_digest(path: str | Path) -> str:
 def open_picture(file: InputFile) -> Image:
     """An upright sRGB input image (a mask: grey), with the bytes checked at the creation of the job.
 
-    Raises:
-        InputError: it cannot be read, is no image of a possible size, or has changed since.
+    `InputError`: it cannot be read, is no image of a possible size, or has changed since.
     """
     return (read_mask if file.role == "mask" else read_image)(BytesIO(_content(file)), f"--{file.role} {file.path!r}")
 

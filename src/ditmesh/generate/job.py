@@ -313,12 +313,11 @@ def job_for(
 ) -> PictureJob:
     """A job for a model.
 
+    `InputError`: a prompt is empty, too long or not one of the model's classes, or an input image cannot be read.
+
     Args:
         request: without a size, that of an input image is taken, see `input_size`; an embedded model has its own.
         more: the other fields of the job; ``labels`` are found by the prompts if not given.
-
-    Raises:
-        InputError: a prompt is empty, too long or not one of the model's classes, or an input image cannot be read.
     """
     fields, prompts = field_values(request), tuple(prompts) or (request.prompt,)
     size = size_of(request) or input_size(model, more.get("files", ()), request.strength)

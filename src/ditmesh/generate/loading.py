@@ -55,7 +55,7 @@ def load(
 
     With ``tensor=n`` a rank reads and keeps only its slices of the transformer's weights, with ``pipe=n`` only its
     stage's blocks, with ``shard=n`` only its part of every block, and with several of them the intersection. Other
-    components are loaded as usual, and so is the transformer if all three are 1.
+    components are loaded as usual, and so is a transformer without a reviewed layout, or if all three are 1.
 
     Args:
         path_or_id: folder of a saved pipeline, or its name on a model hub.
@@ -181,7 +181,7 @@ def read_pipeline(
     for name, model in saved_denoisers(info).items() if mesh is not None and config.cuts_weights else ():
         assert mesh is not None
         dtype = dtype_of(torch_dtype, name)
-        if name not in components and (mesh.tensor.size > 1 or model.__name__ in known_models()):
+        if name not in components and model.__name__ in known_models():
             components[name] = load_transformer(model, info.files / name, config, mesh, dtype, variant)
 
     def read_with(**more: Any) -> Any:
@@ -215,7 +215,9 @@ def dtype_option(torch_dtype: Dtypes) -> dict[str, Any]:
 def partial_read_refusal(info: ModelInfo, variant: str | None = None) -> str | None:
     """The reason why a rank cannot read only its share of a saved pipeline's transformers; None: it can."""
     try:
-        for name in saved_denoisers(info):
+        for name, model in saved_denoisers(info).items():
+            if model.__name__ not in known_models():
+                return f"{model.__name__} has no reviewed layout"
             weight_files(info.files / name, variant)
     except InputError as error:
         return str(error).partition(";")[0]

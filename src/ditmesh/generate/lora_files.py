@@ -157,9 +157,8 @@ class LoraContent:
 def read_lora(path: Path) -> LoraContent:
     """What a LoRA file holds, without reading its tensors.
 
-    Raises:
-        InputError: it is no safetensors file, holds no LoRA, or settings that cannot be followed; the message
-            is for use behind the file's name.
+    `InputError`: it is no safetensors file, holds no LoRA, or settings that cannot be followed; the message is for use
+    behind the file's name.
     """
     from safetensors import SafetensorError, safe_open
 

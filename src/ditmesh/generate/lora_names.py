@@ -22,7 +22,6 @@ class OriginalLayer:
     """A layer in the authors' code.
 
     Attributes:
-        name: its name there.
         parts: the layers of diffusers that are its rows, from the top.
         swapped: diffusers has the upper and the lower half of the rows the other way round.
     """

@@ -29,15 +29,12 @@ def pipeline_has(kind: type[Any]) -> bool:
     return "transformer" in (getattr(kind, "_lora_loadable_modules", None) or ())
 
 
-def load_lora(pipe: Any, file: Path, name: str, component: str | None = None) -> str | None:
+def load_lora(pipe: Any, file: Path, name: str) -> str | None:
     """Load an adapter of a safetensors file into a pipeline and make it active, each layer with the scale 1.
 
-    Names of any trainer and strengths are read here, since diffusers leaves out what it does not know of a file.
-    Returns a note on what is left out; None: nothing is.
-
-    Args:
-        name: of the adapter in the pipeline.
-        component: the transformer, of two, that gets it; None: the one that the file names, else the first.
+    Of two transformers the one that the file names gets it, else the first. Names of any trainer and strengths are read
+    here, since diffusers leaves out what it does not know of a file. Returns a note on what is left out; None: nothing
+    is.
 
     Raises:
         InputError: the pipeline has no such transformer or layers, or the file cannot be read; the message is for use
@@ -45,7 +42,7 @@ def load_lora(pipe: Any, file: Path, name: str, component: str | None = None) ->
         Exception: any of diffusers' and peft's own.
     """
     content = read_lora(file)
-    component = component or content.component or "transformer"
+    component = content.component or "transformer"
     if component != "transformer" and getattr(pipe, component, None) is None:
         raise InputError(f"is for the {component} of a pipeline with two, and {type(pipe).__name__} has none")
     adapter = fitted(pipe, content, component)

@@ -227,10 +227,8 @@ def find_model(model: str | Path) -> ModelInfo:
     """Read the facts about a model from a folder or from the hub (its JSON files only).
 
     ``model``: folder that ``pipe.save_pretrained`` wrote, the name of an embedded model (`ditmesh.zoo`; a folder of
-    that name goes first), or a hub id such as ``owner/name``.
-
-    Raises:
-        InputError: there is no such model, it cannot be reached, or it is not a pipeline with a transformer.
+    that name goes first), or a hub id such as ``owner/name``. `InputError`: there is no such model, it cannot be
+    reached, or it is not a pipeline with a transformer.
     """
     name, local = str(model), True
     files = Path(name).expanduser()

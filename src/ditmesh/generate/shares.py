@@ -17,7 +17,7 @@ from ..config import ParallelConfig
 from ..core.digests import digest, digest_of_parts, tensor_digest, weights_of
 from ..core.partition import Partition
 from ..engine import ENGINE, denoisers
-from ..layout import layout_of
+from ..layout import TokenLayout, known_models
 from ..strategies.ahead import modules_ahead
 from ..strategies.pipefusion.stages import ABSENT_ATTRIBUTE, IN_PIECES, elsewhere, first_cut, is_away, shape_of
 from ..strategies.sharded import (
@@ -45,25 +45,25 @@ def load_transformer(
 ) -> nn.Module:
     """A saved transformer with this rank's share of the weights on the mesh's device, to be parallelised alike.
 
-    With ``tensor`` a weight is this rank's slice. With ``pipe``, where the class has a reviewed layout, the weights of
-    other stages' blocks are empty tensors until `restore` fetches them. With ``shard``, there as well, those in pieces
-    are empty, and this rank's pieces beside the model. Nothing else is read from the files.
+    Its class has a reviewed layout. With ``tensor`` a weight is this rank's slice. With ``pipe`` the weights of other
+    stages' blocks are empty tensors until `restore` fetches them. With ``shard`` those in pieces are empty, and this
+    rank's pieces beside the model. Nothing else is read from the files.
 
     Raises:
         ConfigError: fewer blocks than stages, ``stages`` that are not the model's blocks, or fewer heads than ranks.
         InputError: no safetensors files, a quantised checkpoint, or weights that do not fit the class.
     """
     model = build_empty(kind, Path(folder), torch_dtype)
-    rank, device = mesh.tensor.rank, mesh.device
+    layout, rank, device = known_models()[kind.__name__], mesh.tensor.rank, mesh.device
     sliced = plan_slices(model, mesh.tensor.size).parameters() if mesh.tensor.size > 1 else ()
     cuts = {name: (dim, cut) for name, dim, cut in sliced}
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     for name, (dim, cut) in cuts.items():
         if name in shapes and dim is not None and cut is not None:
             shapes[name][dim] = cut.lengths[rank]
-    absent = _elsewhere(model, config, mesh, shapes) if mesh.pipe.size > 1 else set()
+    absent = _elsewhere(model, layout, config, mesh, shapes) if mesh.pipe.size > 1 else set()
 
-    pieces = _Pieces(model, mesh, absent, shapes, torch_dtype)
+    pieces = _Pieces(model, layout, mesh, absent, shapes, torch_dtype)
     # Whole weights that no step needs; what is cut is put together on the device.
     waiting = config.precompute and mesh.tensor.size == mesh.pipe.size == 1
     on_host = tuple(f"{path}." for path in modules_ahead(model)) if waiting else ()
@@ -89,11 +89,12 @@ def load_transformer(
 
 
 class _Pieces:
-    """This rank's shards of a sharded transformer; none without a reviewed layout. Shapes are those on this rank."""
+    """This rank's shards of a sharded transformer. Shapes are those on this rank."""
 
     def __init__(
         self,
         model: nn.Module,
+        layout: TokenLayout,
         mesh: Mesh,
         absent: set[str],
         shapes: Mapping[str, list[int]],
@@ -104,8 +105,7 @@ class _Pieces:
         # By the name of a parameter: its group, and its number there.
         self._places: dict[str, tuple[int, int]] = {}
         self._by_numbers: dict[int, dict[int, tuple[slice, slice]]] = {}
-        layout = layout_of(model)
-        if mesh.shard.size == 1 or layout is None:
+        if mesh.shard.size == 1:
             return
         dtypes = {name: final_dtype(model, name, p.dtype, torch_dtype) for name, p in model.named_parameters()}
         for group in groups_of(model, layout, mesh.config.precompute):
@@ -153,11 +153,10 @@ class _Pieces:
             vars(model)[UNITS] = units
 
 
-def _elsewhere(model: nn.Module, config: ParallelConfig, mesh: Mesh, shapes: Mapping[str, list[int]]) -> set[str]:
-    """Names of the parameters that are not on this rank's stage, by the shapes of its slices; none without a layout."""
-    layout = layout_of(model)
-    if layout is None:
-        return set()
+def _elsewhere(
+    model: nn.Module, layout: TokenLayout, config: ParallelConfig, mesh: Mesh, shapes: Mapping[str, list[int]]
+) -> set[str]:
+    """Names of the parameters that are not on this rank's stage, by the shapes of its slices."""
     for name, parameter in model.named_parameters():
         setattr(parameter, ABSENT_ATTRIBUTE, torch.Size(shapes[name]))
     try:

@@ -15,13 +15,8 @@ class Launcher(Protocol):
 
     A launcher is made as ``make(world_size, device="auto", threads=None, timeout=600.0, **options)``, with the options
     ``gpus`` and ``preload`` (a hint), both as of `RankPool`. It refuses options that it does not support with a
-    `ConfigError`.
-
-    Attributes:
-        device: of all of them.
-        threads: threads of each rank.
-        is_reporter: whether this process prints results. Where the caller is itself one of
-            the ranks, only one of them does.
+    `ConfigError`. ``is_reporter``: whether this process prints results. Where the caller is itself one of the ranks,
+    only one of them does.
     """
 
     world_size: int

@@ -76,11 +76,8 @@ class Collector:
 
         Args:
             code_places: the present places of ranks in their code.
-            rejoin: lets the ranks join a new process group, in which they can be called again; whether they have.
-                None: after a failure they cannot be called.
-
-        Raises:
-            RankFailed: a rank has failed, or has done nothing in time.
+            rejoin: lets the ranks join a new process group, in which they can be called again; whether they have. None:
+                after a failure they cannot be called.
         """
         if len(self.answers) == len(self._ranks):
             return [self.answers[rank] for rank in self._ranks]

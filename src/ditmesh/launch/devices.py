@@ -28,8 +28,7 @@ def resolve_device(device: str, world_size: int) -> str:
 
     ``"auto"`` is the accelerator if torch names a backend for it that leaves tensors on the device, else the CPU.
 
-    Raises:
-        ConfigError: a device that is not there or has no backend, or fewer of them than ranks.
+    `ConfigError`: a device that is not there or has no backend, or fewer of them than ranks.
     """
     if device == "cpu":
         return "cpu"

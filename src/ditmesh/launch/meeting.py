@@ -55,12 +55,8 @@ class Meeting(NamedTuple):
 def meet(rank: int, world_size: int, timeout: float) -> Meeting:
     """Wait for all ranks at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    Args:
-        rank, world_size: which rank this is, and of how many.
-        timeout: seconds until all have to be there.
-
-    Raises:
-        MeetingError: they are not, they cannot reach one another, or their versions differ.
+    ``timeout``: seconds until all have to be there. `MeetingError`: they are not, they cannot reach one another, or
+    their versions differ.
     """
     # Public, but undocumented.
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -183,11 +179,7 @@ class Heartbeat:
 
     A rank that waits for another one says so as well: its thread has nothing else to do. A stopped rank does not, nor
     one that has lost its host or network. So after a deadline the one that all waited for is named, and not the one
-    that this rank happened to wait for.
-
-    Args:
-        store: a connection of its own, with answers within `ANSWER` seconds.
-        hosts: names of the hosts of all ranks.
+    that this rank happened to wait for. ``store``: a connection of its own, with answers within `ANSWER` seconds.
     """
 
     def __init__(self, store: Store, rank: int, hosts: Sequence[str]) -> None:

@@ -61,11 +61,6 @@ class RankPool(StayingRanks):
     No process or temporary folder outlives the pool, also after a failure, after Ctrl-C, or when the owner is
     killed. A program that creates a pool needs ``if __name__ == "__main__":``, as with `multiprocessing`,
     because the ranks import its main module; a notebook does not.
-
-    Attributes:
-        device: ``"cpu"``, or torch's name for the accelerator.
-        timeout: deadline of every collective of the default process group, in seconds.
-        imports_main: whether ranks have imported the program's main module.
     """
 
     is_reporter = True
@@ -334,9 +329,6 @@ def begin_local_ranks(device: str, preload: Sequence[str] = PRELOAD) -> None:
     """Let what local ranks are forked from import now, beside whatever the caller does before it makes a `RankPool`.
 
     Does nothing where ranks are not forked: on GPUs, and in a rank of ``torchrun``.
-
-    Args:
-        device, preload: as for `RankPool`.
     """
     if not from_torchrun() and (device == "cpu" or (device == "auto" and not may_have_gpus())):
         start_fork_server([QUIET, *preload])

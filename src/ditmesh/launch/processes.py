@@ -200,12 +200,7 @@ class FolderGuard:
 
 @contextlib.contextmanager
 def guarded_folder(prefix: str, parent: str | None = None) -> Iterator[str]:
-    """A temporary folder that is removed in the end, even when this process is killed.
-
-    Args:
-        prefix: how its name begins.
-        parent: where it is made; default: where temporary files go.
-    """
+    """A temporary folder that is removed in the end, even when this process is killed."""
     with contextlib.ExitStack() as stack:
         with defer_signals():
             folder = tempfile.mkdtemp(prefix=prefix, dir=parent)

@@ -39,9 +39,7 @@ def torchrun_rank() -> TorchrunRank | None:
     """The rank that this process is; None when ``torchrun`` (or something like it) has not started it.
 
     ``RANK`` and ``WORLD_SIZE`` without ``LOCAL_RANK`` are what a scheduler sets for a machine, not a rank.
-
-    Raises:
-        ConfigError: one of the variables is not a number.
+    `ConfigError`: one of the variables is not a number.
     """
     values = {name: os.environ[name] for name in (*RANK_VARIABLES, "LOCAL_WORLD_SIZE") if name in os.environ}
     if not values.keys() >= {*RANK_VARIABLES}:
@@ -121,9 +119,6 @@ class TorchrunRanks(Launcher):
 
     A call runs in this process; answers are gathered. What fails raises here as it is: torchrun ends the other ranks.
     Only where another rank is missed, and says nothing any more, `RankFailed` names it.
-
-    Attributes:
-        is_reporter: whether this is rank 0.
     """
 
     def __init__(

@@ -39,11 +39,7 @@ Edit = Callable[[str, str, Tensor], Tensor]
 class BlockOutputForm(NamedTuple):
     """The form in which a block that ran returns its results.
 
-    Attributes:
-        site: its path.
-        single: whether it returns one tensor.
-        number: how many results it returns.
-        others: its results that are no stream, by position.
+    ``others``: its results that are no stream, by position.
     """
 
     site: str

@@ -29,10 +29,8 @@ _RANKS = 2
 def checked_facts(block: RecordedBlock, facts: Facts) -> Facts:
     """The facts, if a block does on each of two ranks what it does on all of its tokens.
 
-    If it needs to have the streams beside the first whole, they say so.
-
-    Raises:
-        LayoutError: a rank asks something else of attention, returns something else, or cannot run the block.
+    If it needs to have the streams beside the first whole, they say so. `LayoutError`: a rank asks something else of
+    attention, returns something else, or cannot run the block.
     """
     try:
         _check(block, facts)

@@ -68,12 +68,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 class Conventions:
-    """Makes the keyword arguments of a transformer's forward.
-
-    Args:
-        model: the transformer; its config gives widths.
-        way: how to call it.
-    """
+    """Makes the keyword arguments of a transformer's forward."""
 
     size: Size
     generator: torch.Generator

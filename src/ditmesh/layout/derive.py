@@ -277,19 +277,13 @@ def derive_layout(
 ) -> tuple[Any, TokenLayout]:
     """The token layout of a transformer, seen in one call, and what the call returned.
 
-    The call takes as much memory as on one device, and up to about four times as long.
+    The call takes as much memory as on one device, and up to about four times as long. `LayoutError`: the blocks'
+    tensors cannot be explained as tokens; names the block and the argument or module.
 
     Args:
         model: a transformer in evaluation mode, without hooks of ditmesh.
-        call: the arguments of its forward by name.
         run: what to call with them; default: the model.
         lists: the block lists to look at; default: all that hold at least half as many tokens as any other.
-
-    Returns:
-        The forward's result, and the layout.
-
-    Raises:
-        LayoutError: the blocks' tensors cannot be explained as tokens; names the block and the argument or module.
     """
     name = type(model).__name__
     every = block_lists(model)

@@ -39,8 +39,7 @@ class Folding:
     def fold(self, arguments: Arguments, entering: bool = True) -> None:
         """Fold a block's arguments; ``entering``: they hold all tokens, whose shape is kept for blocks that follow.
 
-        Raises:
-            LayoutError: an entry is to be for several tokens each, and their numbers do not fit.
+        `LayoutError`: an entry is to be for several tokens each, and their numbers do not fit.
         """
         main = self.folds[0]
         value = arguments.get(main.arg)

@@ -176,9 +176,8 @@ class Forms:
     def layout_of(self, arguments: Arguments) -> TokenLayout:
         """The layout that holds for a call.
 
-        Raises:
-            LayoutError: the layout of such a call is not known, and none could be derived from it, or one that cannot
-                be taken up any more; names the arguments that are new.
+        `LayoutError`: the layout of such a call is not known, and none could be derived from it, or one that cannot be
+        taken up any more; names the arguments that are new.
         """
         base = self._layout
         if self._skipping and (skipping := self._skipping.get(form_of(arguments))) is not None:

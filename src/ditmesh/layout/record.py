@@ -117,8 +117,6 @@ class RecordedBlock:
     """One block as it ran.
 
     Args:
-        site: its path in the model.
-        asked: its attention calls.
         written: paths of the arguments that it writes to; ``arguments`` has them as they were before.
         folding: has folded the arguments and the output; the block gets them unfolded.
     """

@@ -58,11 +58,8 @@ class Facts:
 def block_facts(block: RecordedBlock, before: tuple[Stream, ...], by_heads: bool = False) -> Facts:
     """The facts about a block's arguments; ``before``: streams of the block before, which the last need not return.
 
-    Args:
-        by_heads: whether all attention modules that mix tokens are to run by heads; else those that keep tensors.
-
-    Raises:
-        LayoutError: its tokens cannot be told apart; says what they were seen to do.
+    ``by_heads``: whether all attention modules that mix tokens are to run by heads; else those that keep tensors.
+    `LayoutError`: its tokens cannot be told apart; says what they were seen to do.
     """
     if modules := attention_modules(block) if by_heads else _keeping(block):
         block.unheard = modules

@@ -18,8 +18,7 @@ _BUFFER = 4096
 def open_file(path: str | Path, name: str, most: int = MAX_FILE_BYTES) -> BinaryIO:
     """A regular file of at most ``most`` bytes, for reading and seeking; a link is followed. Nothing is read yet.
 
-    Raises:
-        InputError: it cannot be opened, is no regular file (a folder, a pipe, a device), is empty, or is larger.
+    `InputError`: it cannot be opened, is no regular file (a folder, a pipe, a device), is empty, or is larger.
     """
     try:
         # A pipe without a writer would wait in `open`, and a device may do something when it is opened.

@@ -57,12 +57,11 @@ def read_image(
 ) -> Image:
     """The image in a seekable file, upright sRGB; of an animation the first frame.
 
+    `InputError`: it is none, is corrupt, has more pixels, or samples of a range that cannot be known.
+
     Args:
         name: of the file, for messages.
         formats: of Pillow, which it may be of.
-
-    Raises:
-        InputError: it is none, is corrupt, has more pixels, or samples of a range that cannot be known.
     """
     with opened_image(file, name, most_pixels, formats) as image:
         image.load()
@@ -82,9 +81,9 @@ def read_mask(
         return as_mask(image, name)
 
 
-def image_size(file: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS) -> tuple[int, int]:
+def image_size(file: BinaryIO, name: str) -> tuple[int, int]:
     """(height, width) of an image as `read_image` returns it; only the file's head is read, as far as Pillow can."""
-    with opened_image(file, name, most_pixels) as image:
+    with opened_image(file, name) as image:
         width, height = image.size
         # Pillow swaps the sides of a TIFF by itself.
         if image.format != "TIFF" and _orientation(image, name) >= 5:

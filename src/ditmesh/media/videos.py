@@ -42,13 +42,12 @@ def read_frames(
 ) -> list[Image]:
     """The frames of a video file or animated image, RGB.
 
+    `InputError`: it cannot be read, is corrupt or too large, or PyAV is needed and not installed.
+
     Args:
         source: the file, its content, or the opened file.
         most: frames that are read at most.
         most_pixels: of all these frames.
-
-    Raises:
-        InputError: it cannot be read, is corrupt or too large, or PyAV is needed and not installed.
     """
     frames: list[Image] = []
     pixels = 0

@@ -115,8 +115,7 @@ class Demand:
         """Bytes of the rank that needs most, and in which phase; ``usual``: where no request is known, of the model's
         usual one instead of loading alone.
 
-        Raises:
-            LayoutError: the model cannot run without values, so that is not known.
+        `LayoutError`: the model cannot run without values, so that is not known.
         """
         request = self.workload or self.usual
         if config.inputs == "per-data-rank":
@@ -289,14 +288,12 @@ def check_memory(
 ) -> None:
     """Raise an error if the request does not fit, before anything is read. Every rank calls this alike.
 
-    A configuration that cannot be predicted is not refused.
+    A configuration that cannot be predicted is not refused. `InputError`: on all ranks alike; names a configuration
+    that fits, if one does.
 
     Args:
         workload, offload: as for `Demand`; without: components that are not loaded.
         limit: bytes that a rank may take; default: the device's free memory (on a CPU the host's, in equal parts).
-
-    Raises:
-        InputError: on all ranks alike; names a configuration that fits, if one does.
     """
     room, near = _room(info, dtype, device, workload, limit)
     if not near:

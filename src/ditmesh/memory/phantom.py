@@ -62,12 +62,7 @@ class PhantomLink(Link):
 
 
 def phantom_mesh(config: ParallelConfig, listen: Callable[[str, str, int], None] | None = None) -> Mesh:
-    """The mesh of one rank of a configuration, without the others: the first, which has no less than any other.
-
-    Args:
-        config: degrees.
-        listen: as of `PhantomLink`.
-    """
+    """The mesh of one rank of a configuration, without the others: the first, which has no less than any other."""
     traffic = Traffic()
     sizes = {name: config.size_of(axes) for name, axes in LINKS.items()} | {"shard": config.shard}
     links = {name: PhantomLink(name, sizes[name], 0, traffic, listen) for name in LINKS}

@@ -104,16 +104,13 @@ def needs(
 
     Weights of a rank are its slices, stages and pieces; there is no other copy of them in any phase. Text encoders are
     whole on every rank while it loads, and then where ``text_encoder`` says. What kernels take besides their results is
-    not known and not counted.
+    not known and not counted. `LayoutError`: a component cannot run without values, or has no reviewed layout.
 
     Args:
         process: bytes of a process without a model.
         offload: text encoders and autoencoder are elsewhere while they do not work (``"model"``), or each of their
             layers is (``"group"``, ``"sequential"``).
         gpu: weights of what `precompute` computes ahead are not on the device.
-
-    Raises:
-        LayoutError: a component cannot run without values, or has no reviewed layout.
     """
     away = _ahead(components, config, workload, dtype) if config.precompute and gpu else Needs(0.0, 0.0)
     vae = _decoding(components, config, workload, dtype)

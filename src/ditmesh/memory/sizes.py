@@ -63,14 +63,13 @@ def workload_of(
 ) -> Workload:
     """The request for a pipeline in a folder, or for one with sizes that ship; None: the default.
 
+    `InputError`: the model cannot make that size or that number of frames.
+
     Args:
         pictures: of one call.
         guidance: whether it has two branches; None: unless the transformer has guidance distilled in.
         frames: of a video, as the pipeline's call counts them; not those of the latents.
         more: other fields of `Workload`.
-
-    Raises:
-        InputError: the model cannot make that size or that number of frames.
     """
     if isinstance(model, Shape):
         if frames is not None:

@@ -53,9 +53,7 @@ class Deferred:
 class Owners:
     """The patch to which every element of a tensor belongs.
 
-    Attributes:
-        of: int16, of the tensor's shape: number of the patch, or `SHARED_OWNER`.
-        patches: how many patches there are, M.
+    ``of``: int16, of the tensor's shape: number of the patch, or `SHARED_OWNER`.
     """
 
     def __init__(self, of: Tensor, patches: int) -> None:

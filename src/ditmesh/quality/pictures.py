@@ -32,8 +32,3 @@ def as_picture(image: Any) -> Picture:
         raise InputError(f"an image has (H, W, C) values, not {values.ndim} dimensions of {values.shape}")
     scale = 255.0 if np.issubdtype(values.dtype, np.integer) else 1.0
     return values.astype(np.float64) / scale
-
-
-def eight_bits(picture: Picture) -> NDArray[np.uint8]:
-    """Values from 0 to 1, of any shape, as bytes; others are cut off."""
-    return (picture * 255.0).round().clip(0, 255).astype(np.uint8)

@@ -103,11 +103,7 @@ class RemotePipeline:
     def as_class(self, name: str) -> RemotePipeline:
         """Another diffusers pipeline on the same components, such as image-to-image.
 
-        Args:
-            name: its class.
-
-        Raises:
-            InputError: diffusers has no such pipeline, or it needs components that this one has not.
+        ``name``: its class. `InputError`: diffusers has no such pipeline, or it needs components that this one has not.
         """
         key = uuid.uuid4().hex
         made, parameters = self._run(derive_pipeline, key, name)

@@ -1,28 +1,9 @@
-"""Numbers, sizes, names and settings for people."""
+"""Numbers, names and settings for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from math import floor, isfinite, log10
 from typing import Any
-
-
-def number_text(value: float | None, digits: int = 3) -> str:
-    """A number with so many significant digits: ``0.0312``, ``1,234``, ``3.2 × 10⁻⁷``; empty for None.
-
-    Digits before the point are never cut off.
-    """
-    if value is None:
-        return ""
-    if not isfinite(value):
-        return "infinite" if value > 0 else "-infinite" if value < 0 else "not a number"
-    if value == 0:
-        return "0"
-    power = floor(log10(abs(value)))
-    if -4 <= power < 6:
-        return f"{value:,.{max(0, digits - 1 - power)}f}"
-    factor, power_text = f"{value:.{digits - 1}e}".split("e")
-    return f"{factor} × 10{str(int(power_text)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
 
 
 def count(number: int, noun: str) -> str:

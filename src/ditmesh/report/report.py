@@ -10,9 +10,6 @@ from typing import Any
 from ..core.files import finite
 from .formatting import flattened_pairs
 
-# Maximum columns of a table at page width; tables with more become cards on a tablet.
-ROOM = 7
-
 
 class StyledText(str):
     """Text with a meaning, in a table or a paragraph.
@@ -36,14 +33,6 @@ def styled(text: str) -> StyledText:
 
 
 @dataclass(frozen=True)
-class Section:
-    """The start of a section; numbers begin at 1."""
-
-    title: str
-    number: int
-
-
-@dataclass(frozen=True)
 class Paragraph:
     """A paragraph; a note is set lighter."""
 
@@ -53,10 +42,9 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Points:
-    """A list of sentences; with a word to unfold it by, if there is one."""
+    """A list of sentences."""
 
     texts: tuple[str, ...]
-    folded: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,8 +54,7 @@ class ReportTable:
     Attributes:
         header, rows: names of the columns, and cells; the first ``keys`` cells name their row.
         caption: a title; may be empty in a terminal.
-        look: ``"cards"`` or ``"many"`` (rows become cards where there is no room, or on a tablet already), ``"facts"``
-            (names and values), or empty.
+        look: ``"facts"``: names and values; ``"cards"``: rows may become cards where there is no room; or empty.
     """
 
     header: tuple[str, ...]
@@ -76,41 +63,20 @@ class ReportTable:
     look: str = ""
     keys: int = 1
 
-    @property
-    def as_cards(self) -> bool:
-        """True if rows may become cards."""
-        return self.look in ("cards", "many")
-
-    def left(self, column: int) -> str:
-        """The meaning by which a column is set to the left, if it has one."""
-        kinds = [row[column].kind for row in self.rows if row[column].kind in ("words", "name")]
-        return kinds[-1] if kinds else ""
-
 
 @dataclass
 class Report:
-    """A report that grows from top to bottom; title and lead are those of a page, and empty in a terminal."""
+    """A report that grows from top to bottom."""
 
-    title: str = ""
-    lead: str = ""
     blocks: list[Any] = field(default_factory=list)
-
-    @property
-    def sections(self) -> list[Section]:
-        """The place where its sections begin."""
-        return [block for block in self.blocks if isinstance(block, Section)]
-
-    def section(self, title: str) -> None:
-        """Begin a section; a page of several has them listed at its top."""
-        self.blocks.append(Section(title, len(self.sections) + 1))
 
     def text(self, *parts: str, note: bool = False) -> None:
         """A paragraph; a note is set lighter."""
         self.blocks.append(Paragraph(tuple(map(styled, parts)), note))
 
-    def points(self, texts: Sequence[str], folded: str = "") -> None:
-        """A list of sentences; with a word to unfold it by, if there is one."""
-        self.blocks.append(Points(tuple(texts), folded))
+    def points(self, texts: Sequence[str]) -> None:
+        """A list of sentences."""
+        self.blocks.append(Points(tuple(texts)))
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "", keys: int = 1) -> None:
         """A table; the first ``keys`` cells of a row name it. A column without a single entry is left out."""
@@ -127,7 +93,6 @@ def filled_table(
 ) -> ReportTable:
     """A table without the columns in which no row has anything; the columns that name a row stay."""
     kept = [n for n in range(len(header)) if n < keys or any(row[n] for row in rows)]
-    look = "many" if look == "cards" and len(kept) > ROOM else look
     return ReportTable(
         tuple(header[n] for n in kept), tuple(tuple(styled(row[n]) for n in kept) for row in rows), caption, look, keys
     )

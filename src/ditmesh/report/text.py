@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .report import Paragraph, Points, Report, ReportTable, Section, StyledText
+from .report import Paragraph, Points, Report, ReportTable, StyledText
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,10 +25,8 @@ def print_report(report: Report) -> None:
         return f"[{colour}]{escape(cell)}[/]" if colour else escape(cell)
 
     console = Console(highlight=False)
-    for place, block in enumerate(report.blocks):
-        if isinstance(block, Section):
-            console.print(Text("\n" * (place > 0) + block.title, "bold"), soft_wrap=True)
-        elif isinstance(block, Paragraph):
+    for block in report.blocks:
+        if isinstance(block, Paragraph):
             parts = ((part, STYLE_COLOURS.get(part.kind, "")) for part in block.parts)
             console.print(Text.assemble(*parts, style="dim" if block.note else ""), soft_wrap=True)
         elif isinstance(block, Points):

@@ -34,14 +34,8 @@ class _Measured:
 class DriftMonitor:
     """Relative L2 distance of a sample of tensors from what stands for it in a stale step, per block.
 
-    That is the same sample one step earlier, or a prediction made of the two steps before.
-
-    Args:
-        reduce: sums a float64 tensor over all ranks, the same bits on each: `Link.all_reduce`.
-        device: where the sums are kept.
-
-    Attributes:
-        active: whether anything is measured.
+    That is the same sample one step earlier, or a prediction made of the two steps before. ``reduce``: sums a float64
+    tensor over all ranks, the same bits on each: `Link.all_reduce`.
     """
 
     def __init__(self, reduce: Callable[[Tensor], Tensor], device: torch.device | str = "cpu") -> None:

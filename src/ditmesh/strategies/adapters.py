@@ -80,8 +80,7 @@ def weights_there(model: ParallelModel) -> Iterator[None]:
 def shapes_shown(model: ParallelModel) -> Iterator[None]:
     """Every weight of which this rank holds a part has its whole shape inside, and no values.
 
-    Raises:
-        InputError: a layer with such a weight was replaced inside. The layers that were there are put back.
+    `InputError`: a layer with such a weight was replaced inside. The layers that were there are put back.
     """
     shapes = whole_shapes(model)
     parts = {parameter: parameter.data for parameter in shapes}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.alive import manual_collection
 from ..core.clock import TIMESTEPS
-from ..errors import DitmeshError
+from ..errors import InputError, LayoutError
 from ..layout.conventions import Conventions, Size
 from ..layout.probe import meta_model
 from ..layout.without_values import WithoutValues, by_any_call
@@ -24,13 +25,13 @@ log = logging.getLogger(__name__)
 
 # A request by which weights are placed before any is known: 1024 x 1024 pixels, guidance, 50 steps.
 CELLS, TEXT, BRANCHES, STEPS = 64, 512, 2, 50
+NOTHING = Ahead((), 0.0, 0.0)
 
 
 def found_ahead_of(model: nn.Module, size: Size, steps: int, dtype: torch.dtype) -> Ahead:
     """What `found_ahead` finds in a call with these sizes of a transformer on the meta device.
 
-    Raises:
-        LayoutError: the transformer cannot run without values.
+    `LayoutError`: the transformer cannot run without values.
     """
 
     def of_call(make: Conventions) -> Ahead:
@@ -51,17 +52,22 @@ def usually_ahead(transformer: str, settings: Mapping[str, Any], dtype: torch.dt
 @lru_cache(maxsize=8)
 def _usually_ahead(transformer: str, settings: str, dtype: torch.dtype) -> Ahead:
     config = json.loads(settings)
-    side, patch = config.get("sample_size"), config.get("patch_size")
+    # A walk may be on its way, with weights of its own in a model that it shares.
+    with _disable_current_modes(), suppress(InputError):
+        return ahead_in(meta_model(transformer, config), config, dtype)
+    return NOTHING
+
+
+def ahead_in(model: nn.Module, settings: Mapping[str, Any], dtype: torch.dtype) -> Ahead:
+    """`usually_ahead` of a transformer that is on the meta device."""
+    side, patch = settings.get("sample_size"), settings.get("patch_size")
     # Tables of positions end there.
     cells = side // patch if isinstance(side, int) and isinstance(patch, int) else CELLS
     try:
-        # A walk may be on its way, with weights of its own in a model that it shares.
-        with _disable_current_modes():
-            model = meta_model(transformer, config).eval()
-            return found_ahead_of(model, Size(cells, cells, TEXT, BRANCHES), STEPS, dtype)
-    except DitmeshError as error:
-        log.debug("all weights of %s are taken for those of the image: %s", transformer, error)
-        return Ahead((), 0.0, 0.0)
+        return found_ahead_of(model.eval(), Size(cells, cells, TEXT, BRANCHES), STEPS, dtype)
+    except LayoutError as error:
+        log.debug("all weights of %s are taken for those of the image: %s", type(model).__name__, error)
+        return NOTHING
 
 
 def modules_ahead(model: nn.Module) -> tuple[str, ...]:

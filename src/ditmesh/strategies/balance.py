@@ -23,7 +23,6 @@ class Balance:
 
     Args:
         setting: the configuration's ``speeds``: numbers, ``"auto"`` to measure, None for equal shares.
-        link: the ranks that have to agree.
         shares: how many share the work; default: every rank of the link has a share of its own.
         share: this rank's, where several ranks have one together (slices of one weight); the slowest of them counts.
 

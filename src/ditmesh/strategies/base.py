@@ -68,7 +68,6 @@ class Context(Parts):
     """The context that strategies are applied to.
 
     Attributes:
-        config: the requested configuration.
         job: all ranks and their links.
         mesh: those that share a request: without the data axis where every data rank brings its own.
         models: the transformers that the ranks share.
@@ -130,8 +129,7 @@ def wanted(recipe: Recipe, config: ParallelConfig) -> list[type[Strategy]]:
 class Strategy:
     """One line of a recipe. Everything it may do has a default that does nothing.
 
-    Args:
-        context: of the models to which it will be applied; nothing has been changed yet.
+    ``context``: of the models to which it will be applied; nothing has been changed yet.
     """
 
     # As messages and docs call it.

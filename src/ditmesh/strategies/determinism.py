@@ -26,11 +26,8 @@ _BACKENDS: Any = torch.backends
 def deterministic(device: torch.device | str) -> Iterator[None]:
     """While inside: deterministic algorithms, no TF32, one attention kernel, one thread on the CPU. Nests.
 
-    A library that shares a product out over threads adds up in another order for another number of them; ranks
-    have few threads each where one device has many.
-
-    Raises:
-        ConfigError: CUDA has started without the workspace that cuBLAS needs.
+    A library that shares a product out over threads adds up in another order for another number of them; ranks have few
+    threads each where one device has many. `ConfigError`: CUDA has started without the workspace that cuBLAS needs.
     """
     if torch.device(device).type != "cpu":
         settle_before_cuda()

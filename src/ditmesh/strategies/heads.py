@@ -27,6 +27,11 @@ def heads_of(model: nn.Module, layout: TokenLayout | None = None) -> int | None:
     return min(counts, default=next((count for count in named if isinstance(count, int)), None))
 
 
+def takes_batch_apart(module: nn.Module) -> bool:
+    """True for attention with a processor of perturbed attention guidance, which takes the batch apart by branch."""
+    return type(vars(module).get("processor")).__name__.startswith("PAG")
+
+
 def check_heads(config: ParallelConfig, heads: int | None, model: str) -> None:
     """Reject more tensor ranks than heads, and more Ulysses ranks than a tensor rank has: `ConfigError`.
 

@@ -98,6 +98,8 @@ class Recomputation:
 class ModelHooks:
     """The hooks of one transformer, in place until `close`.
 
+    `LayoutError`: a block list of the layout is not in the model.
+
     Args:
         chain: what wraps the model's forward; the hooks on the call become its next layer.
         fixed: the settings that depend on this layout, as in `Forms`.
@@ -105,9 +107,6 @@ class ModelHooks:
     Attributes:
         layout: that of the latest call.
         tokens_whole: whether blocks see all tokens on every rank, so that only the rows of a call need a layout.
-
-    Raises:
-        LayoutError: a block list of the layout is not in the model.
     """
 
     def __init__(

@@ -54,9 +54,7 @@ class _Digests:
 
     Attributes:
         place: its stage and tensor rank: ranks of one place hold the same parts of weights.
-        sections: of every section of the pipeline.
         inputs: of every argument, and whether all of it went in there; None: a function, which stays.
-        generators: of the default ones.
     """
 
     failed: str = ""
@@ -96,12 +94,9 @@ class AgreedInputs:
     def agree(self, args: tuple[Any, ...], kwargs: dict[str, Any], undo: ExitStack) -> CallArguments:
         """The arguments all ranks run. Collective.
 
-        Args:
-            undo: is to be closed when the call is over: puts back default generators that were moved.
-
-        Raises:
-            InputError: on all ranks alike; the pipelines differ (weights, settings of a component, adapters), or an
-                argument that differs cannot be sent.
+        ``undo``: is to be closed when the call is over: puts back default generators that were moved. `InputError`: on
+        all ranks alike; the pipelines differ (weights, settings of a component, adapters), or an argument that differs
+        cannot be sent.
         """
         link = self.mesh.world
         if link.size == 1:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ from .tensor.parallel import TensorParallel
 
 # Calls of a request that may be other than foreseen; then the modules compute as ever until it ends.
 MAX_SURPRISES = 4
+# Attributes that torch gives every module, apart from those that have a say in what it computes.
+_NO_SETTINGS = vars(nn.Module()).keys() - {"training", "_buffers", "_forward_hooks", "_forward_pre_hooks"}
 
 # The values of one call: for every module what it returns, call by call.
 Row = dict[str, list[Any]]
@@ -48,7 +50,6 @@ class _Batch:
     """Calls whose values were computed together.
 
     Attributes:
-        form: of the calls.
         compares: how many of them are still to be compared with the modules themselves: the first, and the first that
             is computed for a later step.
         shapes: by path, what a module is given in each of its calls.
@@ -65,9 +66,7 @@ class _Foreseen:
 
     Attributes:
         batch: the calls that it was computed with.
-        branch: of guidance.
         timestep, others: its tensors and numbers, but for those of the image, by path.
-        row: its values.
     """
 
     batch: _Batch
@@ -79,10 +78,6 @@ class _Foreseen:
 
 class PrecomputedModel:
     """The precomputed values of one transformer.
-
-    Args:
-        model: with its layout.
-        context: of the request.
 
     Attributes:
         modules: paths of those whose values the latest calls took from a row.
@@ -252,8 +247,7 @@ class PrecomputedModel:
     ) -> list[_Foreseen]:
         """The values of a call, and of those that differ from it in nothing but a later timestep.
 
-        Raises:
-            LayoutError: a value of the image is needed to tell what runs.
+        `LayoutError`: a value of the image is needed to tell what runs.
         """
         given = arguments.copy()
         for path, value in arguments.leaves():
@@ -300,15 +294,19 @@ class PrecomputedModel:
 
     def _state(self, path: str) -> list[Any]:
         """What a module computes with: its weights as they lie in memory, and the settings of it and its layers."""
+        # Every step asks for all of them: `get_submodule` would take most of the time.
+        root = self._model
+        for name in path.split("."):
+            root = cast(nn.Module, root._modules[name])
         return [
             [
                 *(
-                    None if each in self._away else (each.data_ptr(), version_of(each))
-                    for each in module.parameters(False)
+                    None if each is None or each in self._away else (each.data_ptr(), version_of(each))
+                    for each in module._parameters.values()
                 ),
-                *((name, _plain(value)) for name, value in vars(module).items() if not name.startswith("_backward")),
+                *((name, _plain(value)) for name, value in vars(module).items() if name not in _NO_SETTINGS),
             ]
-            for module in self._model.get_submodule(path).modules()
+            for module in root.modules()
         ]
 
     def _absent(self, weight: Tensor) -> bool:
@@ -478,11 +476,11 @@ def _plain(value: Any) -> Any:
     """A value of settings that compares by content; of what is no setting its identity."""
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return id(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    return (id(value), version_of(value)) if isinstance(value, Tensor) else id(value)
 
 
 def _scaled(schedule: Tensor, scheduler: Any, like: Tensor) -> Iterable[Tensor]:
@@ -499,13 +497,7 @@ def _shapes(args: Any, kwargs: Mapping[str, Any]) -> tuple[torch.Size, ...]:
 
 
 class _Watch:
-    """Notes what every module of a model returns in a partial run, and where its weights are read.
-
-    Args:
-        model: without hooks.
-        run: the partial run.
-        slices: of its weights, if a rank holds slices.
-    """
+    """Notes what every module of a model returns in a partial run, and where its weights are read."""
 
     def __init__(self, model: nn.Module, run: PartialRun, slices: TensorParallel | None) -> None:
         self._model, self._run = model, run
@@ -556,11 +548,7 @@ class _Watch:
                 self._loose.add(id(tensor))
 
     def outputs(self, times: int) -> Row:
-        """What the outermost modules return that see nothing of the image, where their weights are larger than that.
-
-        Args:
-            times: the number of timesteps for which values are kept.
-        """
+        """What the outermost modules return that see nothing of the image, where their weights are larger than that."""
         row: Row = {}
         for path, calls in self._returned.items():
             outer = any(path.startswith(f"{other}.") for other in row)
@@ -624,14 +612,13 @@ class Ahead:
 def found_ahead(model: nn.Module, inputs: Mapping[str, Any], times: Sequence[Tensor], steps: int) -> Ahead:
     """What could be computed ahead for all steps, by a run without the values of the image.
 
+    `LayoutError`: a value of the image is needed to tell what runs.
+
     Args:
         model: whole, maybe itself without values.
         inputs: of a call, by name; the first argument of the model is the image.
         times: those of the inputs that are other ones in every step.
         steps: how many.
-
-    Raises:
-        LayoutError: a value of the image is needed to tell what runs.
     """
     image = parameter_names(type(model).forward)[0]
     given = {name: _without_values(value) if name == image else value for name, value in inputs.items()}

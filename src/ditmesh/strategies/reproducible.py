@@ -91,8 +91,7 @@ class _Tiles:
 class TileCut(TokenCut):
     """Tokens cut into tiles, of which every sequence rank has a run.
 
-    Attributes:
-        tiles: for the tokens by rank, as `lay_out` returns them, those by tile and the tiles of every rank.
+    ``tiles``: for the tokens by rank, as `lay_out` returns them, those by tile and the tiles of every rank.
     """
 
     def __init__(self, config: ParallelConfig, link: Group, balance: Balance) -> None:

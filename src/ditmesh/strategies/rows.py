@@ -38,6 +38,7 @@ from ..parts.banded import Banded
 from ..parts.lazy import LazyPatches, Owners
 from .base import Context, ParallelModel, Request, Strategy
 from .caches import diffusers_hooks
+from .heads import takes_batch_apart
 from .hooks import ModelHooks, requires_grad
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
@@ -298,12 +299,11 @@ class BatchParallel:
     def _takes_parts(self) -> bool:
         """True if something in the model takes a part of the rows for one branch of guidance: the batch stays whole.
 
-        Faster Cache does, and attention processors of perturbed attention guidance, put in for a call.
+        Faster Cache does, and attention into which perturbed attention guidance puts its processors for a call.
         """
         if any(getattr(hook, "is_guidance_distilled", None) is False for hook in diffusers_hooks(self.model).values()):
             return True
-        processors = (vars(module).get("processor") for _, module in self._modules())
-        return any(type(processor).__name__.startswith("PAG") for processor in processors)
+        return any(takes_batch_apart(module) for _, module in self._modules())
 
     def _cut(self, value: Any, take: slice, dim: int, batch: int) -> Any:
         """An argument of some of the samples; the same tensor as in the step before, if the argument is."""

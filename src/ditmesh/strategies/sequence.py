@@ -35,7 +35,7 @@ from .balance import Balance
 from .base import ParallelModel
 from .coverage import Coverage
 from .head_cuts import ByHeads
-from .heads import check_heads, heads_of
+from .heads import check_heads, heads_of, takes_batch_apart
 from .hooks import BlockSite, BlockSkipped
 from .token_cuts import TokenCut, only, tokens_of_part
 from .tokens import TokenStrategy
@@ -314,6 +314,11 @@ class SequenceParallel:
 
     def adapt(self, site: BlockSite, leaf: Leaf, module: nn.Module) -> Callable[[], None]:
         """Make a module that mixes tokens without attention see those of other ranks; returns the undo."""
+        if leaf.rule == "heads" and self.link.size > 1 and takes_batch_apart(module):
+            raise ConfigError(
+                f"ranks cannot share the tokens of {site.path}.{leaf.module} of {site.model}, whose "
+                f"{type(vars(module)['processor']).__name__} takes the batch apart; use data or cfg"
+            )
         ring, tensor = (self.mesh.ring.size if self.travels else 1), min(self.mesh.tensor.size, self.link.size)
         if leaf.rule == "heads" and (self.config.reproducible or max(ring, tensor) > 1):
             setting, way_out = f"ring={ring}", "set exchange='gather', or use ulysses"

@@ -211,7 +211,6 @@ class Unit:
     """Weights that are gathered together.
 
     Attributes:
-        name: path of the block or layer.
         modules: they run with it; the model itself: it is there while the model runs.
         parameters, parts: of the model, and the plain tensors that they are made of.
         packed, piece: how those lie in memory, and this rank's part of it, bytes.
@@ -319,14 +318,12 @@ def _check_plain(name: str, parameter: Tensor, link: Link) -> None:
 class ShardedWeights:
     """The weights of one model in pieces on the ranks of a link. In place; `close` is the exact inverse.
 
+    `InputError`: a weight cannot be cut; or hooks of CPU offloading keep all of them.
+
     Args:
         model: whole, or with this rank's pieces only, as `ditmesh.load` leaves it.
-        groups: of parameters that are gathered together.
         link: the ranks. They call the same modules in the same order.
         chain: what wraps the model's forward; the gathering becomes its next layer.
-
-    Raises:
-        InputError: a weight cannot be cut; or hooks of CPU offloading keep all of them.
     """
 
     def __init__(

@@ -74,8 +74,7 @@ def _away(module: nn.Module) -> set[int]:
 class FreedAfterUse:
     """A text encoder that lets go of its weights when `free` is called and reads them again when it is.
 
-    Raises:
-        InputError: its weights are not, bit for bit, those of the files it was loaded from.
+    `InputError`: its weights are not, bit for bit, those of the files it was loaded from.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:

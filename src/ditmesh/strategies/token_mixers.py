@@ -79,12 +79,10 @@ def conv_rows(module: nn.Module, link: Link, what: str, processor: str = "") -> 
 def linear_attention(module: nn.Module, link: Link, what: str, processor: str = "") -> Callable[[], None]:
     """Attention with the kernel relu(q) relu(k)ᵀ instead of a softmax, over tokens on several ranks.
 
-    Katharopoulos et al. 2020, arXiv:2006.16236, equation 6: queries meet all keys and values through the state
-    Σ relu(k) vᵀ and the normaliser Σ relu(k). Each rank sums over its own tokens, and the sums are added up in rank
-    order: the same bits on every rank. ``processor``: class of the one that this stands in for.
-
-    Raises:
-        LayoutError: the module has another processor, which may compute something else.
+    Katharopoulos et al. 2020, arXiv:2006.16236, equation 6: queries meet all keys and values through the state Σ
+    relu(k) vᵀ and the normaliser Σ relu(k). Each rank sums over its own tokens, and the sums are added up in rank
+    order: the same bits on every rank. ``processor``: class of the one that this stands in for. `LayoutError`: the
+    module has another processor, which may compute something else.
     """
     original = getattr(module, "processor", None)
     if original is None or library_name(original) != processor:

@@ -45,10 +45,8 @@ def compared_runs(
 ) -> Runs:
     """The runs of configurations and, first, of their one-device references. Every rank of torchrun calls this.
 
-    A request that fails on one device is not run on several: the reference's runs stand for it.
-
-    Args:
-        progress: takes the present action, how many runs have begun, and how many there will be.
+    A request that fails on one device is not run on several: the reference's runs stand for it. ``progress``: takes the
+    present action, how many runs have begun, and how many there will be.
     """
     references = list(dict.fromkeys(map(reference_config, configs)))
     total = len(references) + len(configs)

@@ -132,12 +132,8 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
     """Run several tasks, with one loaded pipeline for all tasks that need whole weights.
 
     Every rank calls this, and for the one device the first one alone. The job's own configuration does not count.
-
-    Args:
-        report: takes the name of a configuration from rank 0 before every run.
-
-    Raises:
-        InputError: the pipeline cannot run the request.
+    ``report``: takes the name of a configuration from rank 0 before every run. `InputError`: the pipeline cannot run
+    the request.
     """
     from ..engine import parallelize, restore
     from ..generate.loading import partial_read_refusal

@@ -10,17 +10,18 @@ import base64
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, isfinite, nan
+from math import ceil, floor, isfinite, log10, nan
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from ...errors import InputError
-from ...quality.pictures import as_picture, eight_bits
+from ...quality.pictures import as_picture
 from ...requirements import not_installed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from numpy.typing import NDArray
 
 # In inches: legible on a phone's screen, where a chart is scaled down to four fifths.
 WIDTH, HEIGHT = 4.6, 3.0
@@ -228,6 +229,11 @@ def _number(value: float | None) -> str:
 # Images
 
 
+def eight_bits(picture: NDArray[np.floating]) -> NDArray[np.uint8]:
+    """Values from 0 to 1, of any shape, as bytes; others are cut off."""
+    return (picture * 255.0).round().clip(0, 255).astype(np.uint8)
+
+
 def image_source(image: Any) -> str:
     """An image (as `as_picture` takes it) as the address of an ``<img>``: a PNG inside the page."""
     from PIL import Image
@@ -273,3 +279,21 @@ def coloured(difference: np.ndarray, bright: float, borders: Sequence[float] = (
         # Dashes: what lies under the line is still seen.
         image[row, np.arange(image.shape[1]) % 4 < 2] = BORDER
     return image
+
+
+def number_text(value: float | None, digits: int = 3) -> str:
+    """A number with so many significant digits: ``0.0312``, ``1,234``, ``3.2 × 10⁻⁷``; empty for None.
+
+    Digits before the point are never cut off.
+    """
+    if value is None:
+        return ""
+    if not isfinite(value):
+        return "infinite" if value > 0 else "-infinite" if value < 0 else "not a number"
+    if value == 0:
+        return "0"
+    power = floor(log10(abs(value)))
+    if -4 <= power < 6:
+        return f"{value:,.{max(0, digits - 1 - power)}f}"
+    factor, power_text = f"{value:.{digits - 1}e}".split("e")
+    return f"{factor} × 10{str(int(power_text)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"

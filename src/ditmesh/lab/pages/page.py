@@ -24,12 +24,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ...core.files import written_whole
 from ...errors import InputError, reason_of
-from ...report.formatting import number_text
 from ...report.report import Report, ReportTable, filled_table
-from .charts import RAMP, Chart, image_source
+from .charts import RAMP, Chart, image_source, number_text
 
 # Sections of a page that is worth a list of them.
 LISTED = 4
+# Maximum columns of a table at page width; tables with more become cards on a tablet.
+ROOM = 7
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -78,8 +79,29 @@ class ImageGrid:
         return max(map(len, self.rows), default=1)
 
 
+@dataclass(frozen=True)
+class Section:
+    """The start of a section; numbers begin at 1."""
+
+    title: str
+    number: int
+
+
 class Page(Report):
-    """A report with charts and images."""
+    """A report with a title, a lead, sections, charts and images."""
+
+    def __init__(self, title: str = "", lead: str = "") -> None:
+        super().__init__()
+        self.title, self.lead = title, lead
+
+    @property
+    def sections(self) -> list[Section]:
+        """The place where its sections begin."""
+        return [block for block in self.blocks if isinstance(block, Section)]
+
+    def section(self, title: str) -> None:
+        """Begin a section; a page of several has them listed at its top."""
+        self.blocks.append(Section(title, len(self.sections) + 1))
 
     def chart(self, chart: Chart, caption: str) -> None:
         """A chart with its legend, and its numbers to unfold."""
@@ -100,6 +122,14 @@ class Page(Report):
         def numbers(chart: Chart, caption: str) -> ReportTable:
             return filled_table(chart.header, chart.rows, caption)
 
+        def left(table: ReportTable, column: int) -> str:
+            """The meaning by which a column is set to the left, if it has one."""
+            kinds = [row[column].kind for row in table.rows if row[column].kind in ("words", "name")]
+            return kinds[-1] if kinds else ""
+
+        def look(table: ReportTable) -> str:
+            return "many" if table.look == "cards" and len(table.header) > ROOM else table.look
+
         return _TEMPLATES.get_template("page.html").render(
             report=self,
             sections=self.sections,
@@ -108,6 +138,8 @@ class Page(Report):
             source=image_source,
             number=number_text,
             numbers=numbers,
+            left=left,
+            look=look,
         )
 
     def write(self, path: str | Path) -> Path:

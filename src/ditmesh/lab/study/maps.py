@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from ...quality.pictures import eight_bits
-from ...report.formatting import number_text
-from ..pages.charts import coloured, grid, heat_map, scale_maximum
+from ..pages.charts import coloured, eight_bits, grid, heat_map, number_text, scale_maximum
 from ..pages.page import GridImage, Page
 
 # Pixels of a map's side on the page, about.

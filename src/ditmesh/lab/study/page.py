@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ...core.files import without_folder
-from ...quality.pictures import as_picture, eight_bits
-from ...report.formatting import number_text
+from ...quality.pictures import as_picture
 from ...report.report import StyledText
 from ..pages.charts import (
     Chart,
     Point,
     Series,
     coloured,
+    eight_bits,
     grid,
     heat_map,
     line_chart,
+    number_text,
     scale_maximum,
     scatter_chart,
 )
@@ -32,7 +32,7 @@ from ..pages.page import GridImage, Page
 from .analysis import CAP, Combination, Mean, StudyResults, capped, findings
 from .maps import place_maps
 from .perceptual import HINT, METRIC, available
-from .plan import SYNCHRONOUS, Pair
+from .plan import SYNCHRONOUS, Pair, without_folder
 from .samplers import scheduler_class
 
 # Images of a grid, and lines of a chart, that still can be told apart.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import isfinite
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple, get_args
 
 from ...config import Compression, ParallelConfig
@@ -273,3 +273,12 @@ def weights_digest(folder: Path) -> str:
         state.update(f"{file.relative_to(folder)} {facts.st_size}".encode())
         state.update(file.read_bytes() if facts.st_size <= READ_UP_TO else str(facts.st_mtime_ns).encode())
     return state.hexdigest()[:16]
+
+
+def without_folder(argument: str) -> str:
+    """A word of a command line to show around: of an absolute path, also behind ``--option=``, the last name only."""
+    option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    path: PurePath = PureWindowsPath(value) if "\\" in value else PurePosixPath(value)
+    # The first part is the root, or the home folder.
+    away = len(path.parts) > 2 and (path.is_absolute() or value.startswith("~"))
+    return f"{option}{equals}{path.name}" if away else argument

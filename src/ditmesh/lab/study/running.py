@@ -20,7 +20,7 @@ from PIL import Image
 from ... import zoo
 from ...core.files import written_whole
 from ...quality.metrics import compare
-from ...quality.pictures import eight_bits
+from ..pages.charts import eight_bits
 from .perceptual import distance
 from .plan import SYNCHRONOUS, Cell, Setup
 from .samplers import set_sampler

@@ -48,6 +48,7 @@ class ReplicaSlot:
         up: its models are loaded, and it takes commands.
         began: when its ranks were started, on the monotonic clock.
         running: its tasks, by id: jobs and numbers of images.
+        hurried: those of them that could be in time for a deadline when they began.
         failures: how often its ranks have failed since they were last up.
         final: they are not started again.
     """
@@ -57,6 +58,7 @@ class ReplicaSlot:
     up: bool = False
     began: float = 0.0
     running: dict[str, tuple[JobState, int]] = field(default_factory=dict)
+    hurried: set[str] = field(default_factory=set)
     failures: int = 0
     final: bool = False
 
@@ -146,7 +148,7 @@ class Dispatcher:
                     open_slots = [] if self._draining else list(self.slots)
                     # One task at a time, to the replica with the fewest.
                     while open_slots:
-                        slot = min(open_slots, key=lambda open_slot: len(open_slot.running))
+                        slot = min(open_slots, key=lambda open_slot: (len(open_slot.hurried), len(open_slot.running)))
                         if not await self._assign(slot):
                             open_slots.remove(slot)
             except StorageError as error:
@@ -157,13 +159,16 @@ class Dispatcher:
 
     async def _assign(self, slot: ReplicaSlot) -> bool:
         """Begin the next image on a replica, if there is one for it; whether there was."""
-        if not slot.up or len(slot.running) >= self._most_running:
+        if not slot.up:
             return False
         jobs, exclusive = self._jobs, slot.exclusive_job
         head = await jobs.on_disk(jobs.queue.head, exclusive)
         # A job under which ranks have failed begins where nothing else runs: nothing is begun before it, so that some
         # replica soon runs nothing.
         if head is None or (head.again and slot.running and exclusive is None):
+            return False
+        # Those that can be in time pause others, and have places of their own.
+        if len(slot.hurried if head.left is not None else slot.running.keys() - slot.hurried) >= self._most_running:
             return False
         picture = await jobs.on_disk(jobs.queue.begin, head.id)
         if picture is None:
@@ -172,8 +177,10 @@ class Dispatcher:
         jobs.begin(live, picture, slot.replica)
         task, request = live.task(picture), live.job.request
         slot.running[task] = (live, picture)
+        if head.left is not None:
+            slot.hurried.add(task)
         files = {given.digest: str(jobs.results.path(live.id, f"{given.digest}.png")[0]) for given in request.inputs}
-        slot.replica.send(Start(task, request, picture, files))
+        slot.replica.send(Start(task, request, picture, files, live.owner, head.left, head.seconds))
         return True
 
     # ---- from replicas
@@ -217,6 +224,7 @@ class Dispatcher:
             live, picture = slot.running[report.id]
             if isinstance(report, (Finished, TaskFailed, Cancelled)):
                 del slot.running[report.id]
+                slot.hurried.discard(report.id)
                 del live.tasks[picture]
             if not live.ended:
                 await self._apply_to_job(live, picture, report)
@@ -284,7 +292,7 @@ class Dispatcher:
         requests = [live.job.request for live, _ in tasks]
         prompts = [text for request in requests for text in (request.prompt, request.negative_prompt)]
         report = replace(report, why=without_quotes(report.why, prompts))
-        slot.up, slot.running, slot.final = False, {}, report.final
+        slot.up, slot.running, slot.hurried, slot.final = False, {}, set(), report.final
         state = slot.state
         slot.failures += bool(report.why)
         state.state = "stopped" if slot.gave_up else "restarting"

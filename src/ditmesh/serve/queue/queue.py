@@ -39,10 +39,18 @@ WAITING = (
 
 @dataclass(frozen=True)
 class NextJob:
-    """The job with the next image; ``again``: ranks have failed under it."""
+    """The job with the next image.
+
+    Attributes:
+        again: ranks have failed under it.
+        left: seconds until its deadline, if that can still be met.
+        seconds: of the fastest image of its kind; 0: not known.
+    """
 
     id: str
     again: bool
+    left: float | None
+    seconds: float
 
 
 class Queue:
@@ -142,11 +150,16 @@ class Queue:
 
     def head(self, job: str | None = None) -> NextJob | None:
         """The job with the image that begins next; ``job``: only this one."""
-        query, values = f"SELECT j.id, j.attempt > 1 AS again {WAITING}", []
+        now = self._now()
+        values = []
+        query = f"SELECT j.id, j.attempt > 1, {_in_time(now)}, seconds(j.model, j.work) {WAITING}"
         if job is not None:
             query, values = f"{query} AND j.id = ?", [job]
-        rows = self._rows(f"{query} ORDER BY {ORDER}{_urgency(self._now())} LIMIT 1", *values)
-        return NextJob(rows[0]["id"], bool(rows[0]["again"])) if rows else None
+        rows = self._rows(f"{query} ORDER BY {ORDER}{_urgency(now)} LIMIT 1", *values)
+        if not rows:
+            return None
+        id, again, due, seconds = rows[0]
+        return NextJob(id, bool(again), None if due is None else due - now, seconds)
 
     def begin(self, id: str) -> int | None:
         """Begin a job's next image, and charge its owner; the image's number, or None if none waits."""
@@ -358,8 +371,12 @@ def _urgency(now: float) -> str:
     A job that is late, or will be by the seconds of the fastest image like its own, waits like one without a deadline:
     before others it would make those late as well.
     """
-    due = f"CASE WHEN j.due > {now!r} + seconds(j.model, j.work) THEN j.due END"
-    return f"j.priority DESC, {due} IS NULL, {due}, j.number"
+    return f"j.priority DESC, {_in_time(now)} IS NULL, {_in_time(now)}, j.number"
+
+
+def _in_time(now: float) -> str:
+    """A job's deadline if it can still be met, else NULL."""
+    return f"CASE WHEN j.due > {now!r} + seconds(j.model, j.work) THEN j.due END"
 
 
 def _give_back(db: sqlite3.Connection, which: str) -> int:

@@ -18,6 +18,7 @@ from ...errors import InputError
 from ...generate.loras import adapted, pipeline_has, set_loras
 from ...layout.forms import samples_of
 from ...recipe import keeps_between_steps
+from ...strategies.heads import takes_batch_apart
 from .coroutines import CallInterceptor, PendingCall, PipelineTask, bare
 from .device_clock import DeviceClock
 from .joining import CallRows, Joiner, join_calls, split_result
@@ -280,7 +281,7 @@ def _why_alone(pipe: Any, engine: Engine) -> str:
     if kept := keeps_between_steps(tuple(type(one) for one in engine.strategies), engine.config, models):
         return f"{kept}{ONE_BY_ONE}"
     for model in models:
-        if any(type(getattr(module, "processor", None)).__name__.startswith("PAG") for module in model.modules()):
+        if any(map(takes_batch_apart, model.modules())):
             return f"{type(model).__name__} has attention that takes the batch apart{ONE_BY_ONE}"
     if not hasattr(getattr(pipe, "scheduler", None), "step"):
         return f"{type(pipe).__name__} has no scheduler that could be copied{ONE_BY_ONE}"

@@ -22,12 +22,17 @@ class Start:
         id: the job's id, ``/``, and the image's number.
         request: the job's; image ``index`` has seed ``request.seed + index``.
         files: input images on this machine, by digest.
+        owner: of the job.
+        left: seconds until its deadline, if that can be met; seconds: of the fastest image of its kind.
     """
 
     id: str
     request: JobRequest
     index: int
     files: Mapping[str, str] = field(default_factory=dict)
+    owner: str = ""
+    left: float | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

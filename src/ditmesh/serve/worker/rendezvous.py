@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,12 +69,14 @@ class RoundMessage:
         stuck: tasks with a call that has failed, and why.
         failed: tasks that have ended in an error.
         state: of the rank, now and then.
+        now: on its monotonic clock.
     """
 
     commands: list[Command] = field(default_factory=list)
     stuck: dict[str, FailureReason] = field(default_factory=dict)
     failed: dict[str, FailureReason] = field(default_factory=dict)
     state: RankState | None = None
+    now: float = 0.0
 
 
 class RankRendezvous:
@@ -120,6 +123,7 @@ class RankRendezvous:
                 message.commands.append(self._commands.get(timeout=wait) if wait else self._commands.get_nowait())
                 while True:
                     message.commands.append(self._commands.get_nowait())
+        message.now = time.monotonic()
         messages = self.gather(message)
         self.states.update({one.state.rank: one.state for one in messages if one.state is not None})
         return messages

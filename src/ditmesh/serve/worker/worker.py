@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import sys
 import threading
@@ -90,6 +91,7 @@ class RunningTask:
 
     Attributes:
         order: number of its command.
+        due: its deadline, on the clock of `RoundMessage`.
         prepared, run: once it has begun.
         step, steps: denoising steps that are done, and that there are, see `loop_steps`.
         seen: the latest step, if its latents are to be shown; rank 0's.
@@ -97,6 +99,7 @@ class RunningTask:
 
     task: Start
     order: int
+    due: float | None = None
     prepared: Prepared | None = None
     run: PipelineTask | None = None
     step: int = 0
@@ -110,10 +113,15 @@ class RunningTask:
         """Name of its model."""
         return self.task.request.model
 
-    @property
-    def urgency(self) -> tuple[int, int]:
+    def hurries(self, now: float) -> bool:
+        """True if it can still be in time for its deadline."""
+        left = 1 - self.step / self.steps if self.steps else 1.0
+        return self.due is not None and now + left * self.task.seconds < self.due
+
+    def urgency(self, now: float) -> tuple[int, float, int]:
         """The sort key of tasks: smaller values go first."""
-        return -self.task.request.priority, self.order
+        due = self.due if self.due is not None and self.hurries(now) else math.inf
+        return -self.task.request.priority, due, self.order
 
 
 class RankWorker:
@@ -145,8 +153,8 @@ class RankWorker:
                 if isinstance(command, Cancel):
                     scheduler.cancel(command.id)
                 else:
-                    scheduler.add(command)
-            scheduler.round()
+                    scheduler.add(command, messages[0].now)
+            scheduler.round(messages[0].now)
             self._beat()
             self._trim()
 
@@ -268,12 +276,13 @@ class TaskScheduler:
             self._leave(work)
         self._writer.shutdown()
 
-    def add(self, task: Start) -> None:
+    def add(self, task: Start, now: float) -> None:
         """Accept a task; it begins in one of the next rounds."""
         if task.id not in self.tasks:
             self._turn += 1
             self.began = True
-            self.tasks[task.id] = RunningTask(task, self._turn)
+            due = None if task.left is None else now + task.left
+            self.tasks[task.id] = RunningTask(task, self._turn, due)
 
     def cancel(self, id: str) -> None:
         """Stop a task, unless it has ended."""
@@ -372,9 +381,10 @@ class TaskScheduler:
 
     # --- a round -----------------------------------------------------------------------------------------------
 
-    def round(self) -> None:
-        """Run one step of the next tasks, or some shorter calls of theirs."""
-        model = self._next_model()
+    def round(self, now: float) -> None:
+        """Run one step of the next tasks, or some shorter calls of theirs; ``now``: the same on all ranks."""
+        awake = self._awake(now)
+        model = self._next_model(awake)
         if self.current is not None and self.current is not model:
             self.current.batcher.close_request()
         self.current = model
@@ -382,25 +392,34 @@ class TaskScheduler:
             return
         self._turn += 1
         self._used[model.spec.name] = self._turn
-        # The most urgent first.
-        works = [work for work in self.tasks.values() if work.model == model.spec.name]
-        works.sort(key=lambda work: work.urgency)
+        works = [work for work in awake if work.model == model.spec.name]
         if model.batcher.why:
             # One after the other: at most one has begun.
-            works = [next((work for work in works if work.run is not None), works[0])]
+            begun = (work for work in self.tasks.values() if work.model == model.spec.name and work.run is not None)
+            works = [next(begun, None) or works[0]]
         for work in works:
             if work.run is None:
                 self._begin(work, model)
         self._run(model.batcher, {work.run: work for work in works if work.run is not None})
 
-    def _next_model(self) -> LoadedModel | None:
+    def _awake(self, now: float) -> list[RunningTask]:
+        """Tasks whose steps may run now, the most urgent first: one that can be in time pauses its owner's others."""
+        awake: list[RunningTask] = []
+        paused: set[str] = set()
+        for work in sorted(self.tasks.values(), key=lambda work: work.urgency(now)):
+            if work.task.owner not in paused:
+                awake.append(work)
+            if work.hurries(now):
+                paused.add(work.task.owner)
+        return awake
+
+    def _next_model(self, awake: Sequence[RunningTask]) -> LoadedModel | None:
         """The least recently used model that has tasks."""
         for work in self.tasks.values():
             # Its request is open until it ends.
             if work.run is not None and not work.run.delegates:
                 return self._models[work.model]
-        works = self.tasks.values()
-        first = min(works, key=lambda work: (self._used[work.model], work.order), default=None)
+        first = min(awake, key=lambda work: (self._used[work.model], work.order), default=None)
         return None if first is None else self._models[first.model]
 
     def _run(self, batcher: Batcher, runs: dict[PipelineTask, RunningTask]) -> None:

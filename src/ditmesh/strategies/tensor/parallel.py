@@ -44,7 +44,6 @@ class TensorParallel:
 
     Args:
         model: with the same weights on every rank, or with this rank's slices as `ditmesh.load` leaves them.
-        link: the ranks that share the weights.
         plan: of the slices; None: that of `plan_slices`.
 
     Raises:

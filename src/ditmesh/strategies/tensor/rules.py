@@ -16,14 +16,13 @@ class Rule:
     """The cuts of one kind of module.
 
     Attributes:
-        name: for messages.
         needs: paths of linears a module must have for the rule to apply; with ``|`` one of several.
         lacks: paths of linears it must not have.
         beside: names of children of any kind, one of which it must have (none: no condition).
         column: path of a linear -> widths of its output features.
         row: path of a linear -> widths of its input features.
-        gathered: paths of linears that are cut by output features and put together again behind; those that
-            narrow their input (a model's last projection) stay whole.
+        gathered: paths of linears that are cut by output features and put together again behind; those that narrow
+            their input (a model's last projection) stay whole.
         attention: path of the attention that has the heads (``""``: the module itself).
         gated: a column linear may hold its widths twice, for a value and its gate.
     """
