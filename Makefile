@@ -9,7 +9,7 @@ CONFIG ?= cfg=2
 OUT ?= outputs
 PROMPTS ?= "a red fox" "a cactus" "a pizza" "a red apple"
 
-.PHONY: generate test test-share test-all test-faults oldest newest test-rules test-detail lint format bench bench-overhead bench-training gpu-check docs wheel release-check clean
+.PHONY: generate test test-share test-all test-faults oldest newest development test-rules test-detail lint format bench bench-overhead bench-training gpu-check docs wheel release-check clean
 
 $(BIN)/ditmesh: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -42,7 +42,7 @@ test-faults: $(BIN)/ditmesh  ## whether the tests see planted faults
 	$(BIN)/python tests/faults/planting.py $(if $(ONLY),--only $(ONLY)) $(if $(SHARE),--share $(SHARE))
 
 # In an empty environment, which needs a network: make oldest TRY="--folder /tmp/oldest" keeps it.
-oldest newest:  ## what a newcomer runs, with the oldest or the newest packages that pyproject.toml allows
+oldest newest development:  ## what a newcomer runs, with the oldest or newest packages allowed, or diffusers' main branch
 	$(PYTHON) .ci/environments.py $@ $(TRY)
 
 # The folder of rules whole, and what tests of several ranks do, held to NCCL's rules: once with communicators for groups, a
@@ -52,6 +52,7 @@ ON_RULES = $(shell grep -lE 'def test_.*ranks|RankPool|import .*processes' $(fil
 ON_PAIRS := tests/comm/test_comm.py tests/strategies/test_parity.py tests/strategies/test_pipefusion.py tests/strategies/test_displaced.py
 test-rules: $(BIN)/ditmesh  ## the tests of several ranks over a process group that holds them to NCCL's rules
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q rules $(IN_TWO)
+	OMP_NUM_THREADS=1 DITMESH_FAKE_DEVICE=chip nice -n 19 $(BIN)/python -m pytest -q rules/test_fake_*.py $(IN_TWO)
 	OMP_NUM_THREADS=1 DITMESH_TEST_BACKEND=rules $(BIN)/python -m pytest -q -m "not matrix" $(ON_RULES)
 	OMP_NUM_THREADS=1 DITMESH_TEST_BACKEND=rules DITMESH_RULES_MODE=lazy $(BIN)/python -m pytest -q -m "not matrix" $(ON_PAIRS)
 

@@ -1,4 +1,5 @@
-"""Tries the oldest or the newest set of packages that pyproject.toml allows: `make oldest`, `make newest`.
+"""Tries the oldest or the newest set of packages that pyproject.toml allows: `make oldest`, `make newest`; or the newest
+with diffusers' development version: `make development`.
 
 An empty virtual environment is filled from names alone: for the oldest set every named package is at its lower bound.
 In it, outside the checkout, the wheel imports all of its modules, generates on two ranks, verifies five configurations,
@@ -21,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = ("lora", "train", "t5", "serve", "video", "data")
+DEVELOPMENT = "diffusers @ https://github.com/huggingface/diffusers/archive/refs/heads/main.tar.gz"
 CONFIGURATIONS = ("ulysses=2", "ring=2", "cfg=2", "tensor=2", "pipe=2")
 MAX_COMMAND_SECONDS = 1500
 MAX_READY_SECONDS = 300
@@ -198,7 +200,7 @@ PIP = ("python", "-m", "pip", "--quiet", "--disable-pip-version-check")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("which", choices=("oldest", "newest"))
+    parser.add_argument("which", choices=("oldest", "newest", "development"))
     parser.add_argument("--folder", type=Path, help="Keep the environment there, or take the one that is there.")
     parser.add_argument("--only", nargs="+", help="Only these steps, of an environment that is there.")
     options = parser.parse_args()
@@ -210,7 +212,8 @@ def main() -> int:
                 for name in options.only:
                     print(getattr(environment, f"try_{name}")(), flush=True)
             else:
-                environment.make(lowest_versions(project) if options.which == "oldest" else [])
+                lines = {"oldest": lowest_versions(project), "newest": [], "development": [DEVELOPMENT]}
+                environment.make(lines[options.which])
                 environment.try_all()
         except EnvironmentMistake as error:
             print(f"{options.which}: {error}", file=sys.stderr)

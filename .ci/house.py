@@ -1,4 +1,5 @@
-"""Checks of `make lint` on src/ditmesh: one class a name, no import circles, ceilings, reasons for complex functions.
+"""Checks of `make lint` on src/ditmesh: one class a name, no import circles, ceilings, reasons for complex functions and
+for names of CUDA.
 
 ``--budget`` prints the lines of each room beside its ceiling of ceilings.txt. A room above its ceiling fails the
 check: a feature that needs more lines takes them from its own room, or raises the ceiling with the reason.
@@ -23,6 +24,8 @@ MOST = 20
 # Violations that are known. Each fix takes its line out of here: an entry that no longer applies is an error too.
 OPEN = Path(__file__).with_name("house_open.txt")
 CEILINGS = Path(__file__).with_name("ceilings.txt")
+# Files that may name CUDA, each with its reason; all others ask `torch.accelerator`.
+CUDA = Path(__file__).with_name("cuda.txt")
 # Rooms that are no part of the engine: what `engine` counts is the rest of src/ditmesh.
 BESIDE_THE_ENGINE = ("serve", "train", "lab", "client.py", "ray_serve.py", "cli/serve.py", "cli/train.py",
                      "cli/plan.py", "cli/study.py")  # fmt: skip
@@ -140,6 +143,12 @@ def against_layers(graph: Mapping[str, set[str]]) -> Iterator[str]:
                 yield f"import against the layers: {name} imports {target}"
 
 
+def names_cuda(tree: ast.Module) -> bool:
+    """True if a name, an argument, an import or a string has the word."""
+    words = (word for node in ast.walk(tree) for word in vars(node).values())
+    return any("cuda" in word for word in words if isinstance(word, str))
+
+
 def violations() -> Iterator[str]:
     """One line for each, without line numbers, so that a list of them stays valid while files change."""
     files = sorted((SOURCE / PACKAGE).rglob("*.py"))
@@ -147,12 +156,15 @@ def violations() -> Iterator[str]:
     trees = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in names.items()}
     classes: dict[str, list[str]] = defaultdict(list)
     between_files: dict[str, set[str]] = {}
+    may_name_cuda = {line.partition(":")[0] for line in CUDA.read_text(encoding="utf-8").splitlines() if line[0] != "#"}
     for name, tree in trees.items():
         file = names[name]
         where = file.relative_to(SOURCE / PACKAGE).as_posix()
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(where)
+        if names_cuda(tree) != (where in may_name_cuda):
+            yield f"{where} {'is not' if names_cuda(tree) else 'has nothing to do'} in {CUDA.name}"
         for function in complex_functions(tree, file.read_text(encoding="utf-8").splitlines()):
             yield f"complexity above {MOST} without a comment '# complex: why': {where} {function}"
         is_package = file.name == "__init__.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rules.fake_cuda import unavailable
+from rules.fake_cuda import KIND, unavailable
 
 # One of each instrument and of each kind of fault that it sees.
 QUICK = {
@@ -31,6 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     on_device = [item for item in own if item.path.name.startswith(ON_FAKE_DEVICE)]
     reason = unavailable() if on_device else None
     for item in on_device:
+        if reason is None and KIND != "cuda" and "reproducible" in item.nodeid:
+            item.add_marker(pytest.mark.skip(reason="reproducible is for cpu and cuda"))
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
     for item in own:

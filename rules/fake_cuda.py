@@ -1,7 +1,9 @@
-"""A CUDA device that is not there: fake tensors on ``cuda``, whose values are kept on the CPU.
+"""An accelerator that is not there: fake tensors on ``cuda``, whose values are kept on the CPU.
 
-torch's fake tensors refuse a CPU tensor among CUDA tensors. What torch has for CUDA in its CUDA wheels alone, a device
+torch's fake tensors refuse a CPU tensor among the device's. What torch has for CUDA in its CUDA wheels alone, a device
 guard and what autograd asks of a device, is a small library here, made by g++ once for every version of torch.
+
+DITMESH_FAKE_DEVICE=name gives it another name (PrivateUse1), which torch has for the accelerator of the process then.
 
 Gradients are computed as on a GPU, in autograd's thread of the device. torch starts these threads at the first backward
 of a process: one that has had a backward before the library was loaded has none.
@@ -17,14 +19,13 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, wraps
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -40,7 +41,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ditmesh.comm.backends import backend_of
 from support.syncs import COPIES, INDEXING, Sync, asked_by, waits
+
+KIND = os.environ.get("DITMESH_FAKE_DEVICE", "cuda")
 
 GUARD = """
 #include <ATen/CPUGeneratorImpl.h>
@@ -73,7 +77,7 @@ struct Hooks : at::CUDAHooksInterface {
   void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasCUDA() const override { return true; }
+  bool hasCUDA() const { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
@@ -90,11 +94,17 @@ struct Register {
 // torch made the object that answers for CUDA when it was imported: its methods are exchanged.
 extern "C" void is_there(int there) {
   static Hooks mine;
+#ifdef OTHER
+  if (!at::isPrivateUse1HooksRegistered()) at::RegisterPrivateUse1HooksInterface(&mine);
+#else
   void** object = reinterpret_cast<void**>(const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks()));
   static void* own = *object;
   *object = there ? *reinterpret_cast<void**>(&mine) : own;
+#endif
 }
 """
+if KIND != "cuda":
+    GUARD = "#define OTHER\n" + GUARD.replace("CUDA", "PrivateUse1")
 
 
 @cache
@@ -107,7 +117,7 @@ def unavailable() -> str | None:
 @cache
 def _library() -> tuple[str | None, ctypes.CDLL | None]:
     """Why there is no library, or the library."""
-    if torch.version.cuda is not None:
+    if KIND == "cuda" and torch.version.cuda is not None:
         return "this torch is made for CUDA, and has a guard of its own", None
     compiler = shutil.which("g++")
     if compiler is None:
@@ -128,7 +138,25 @@ def _library() -> tuple[str | None, ctypes.CDLL | None]:
             beside = library.with_suffix(f".{os.getpid()}")
             shutil.copy(made, beside)
             beside.replace(library)
+    if KIND != "cuda":
+        torch.utils.rename_privateuse1_backend(KIND)
+        torch._register_device_module(KIND, Module(f"torch.{KIND}"))
+        for backend in ("gloo", "fake"):
+            dist.Backend.backend_capability[backend].append(KIND)
     return None, ctypes.CDLL(str(library))
+
+
+class Module(ModuleType):
+    """What stands in for ``torch.cuda`` under another name, and says what that says without a device."""
+
+    is_available = is_initialized = _is_in_bad_fork = staticmethod(lambda: False)
+    manual_seed_all = staticmethod(lambda _: None)
+    device_count = current_device = staticmethod(lambda: 0)
+
+
+def on_device(tensor: Tensor) -> bool:
+    """True if a tensor is one of the device."""
+    return tensor.device.type == KIND
 
 
 # --- attention kernels -----------------------------------------------------------------------------------------------
@@ -192,7 +220,7 @@ class FakeDevice(TorchDispatchMode):
 
     def values(self, tensor: Tensor) -> Tensor:
         """The values of a CUDA tensor: a CPU tensor of its shape and strides; views share its memory."""
-        if not tensor.is_cuda:
+        if not on_device(tensor):
             return tensor
         _, storage = self._values[tensor.untyped_storage()._cdata]
         with unset_fake_temporarily(), no_dispatch():
@@ -212,8 +240,8 @@ class FakeDevice(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         target = kwargs.get("device")
-        makes = target is not None and torch.device(target).type == "cuda"
-        if not makes and not any(one.is_cuda for one in tensors):
+        makes = target is not None and torch.device(target).type == KIND
+        if not makes and not any(map(on_device, tensors)):
             # There is no driver that would pin memory of the host.
             kwargs.pop("pin_memory", None)
             _check_generator(kwargs, "cpu")
@@ -225,18 +253,18 @@ class FakeDevice(TorchDispatchMode):
                 given = tree_map_only(Tensor, lambda one: torch.empty_like(self.values(one), device="meta"), args)
                 return func(*given, **kwargs)
         found = self._with_values(func, args, kwargs)
-        if name in INDEXING and any(isinstance(one, Tensor) and not one.is_cuda for one in args[1]):
+        if name in INDEXING and any(isinstance(one, Tensor) and not on_device(one) for one in args[1]):
             # torch takes indices on the host, and copies them.
             self.look(f"{name} by a CPU tensor")
         elif waits(name, args, kwargs):
             self.look(name)
-            to_host = (target is not None and not makes) or (name == "copy_" and not args[0].is_cuda)
+            to_host = (target is not None and not makes) or (name == "copy_" and not on_device(args[0]))
             if to_host or not isinstance(found, Tensor):
                 return args[0] if name == "copy_" else found
             if name not in COPIES:
                 # Of a size that depends on the values.
                 shape, strides, dtype = found.shape, found.stride(), found.dtype
-                return self._keep(torch.empty_strided(shape, strides, dtype=dtype, device="cuda"), found)
+                return self._keep(torch.empty_strided(shape, strides, dtype=dtype, device=KIND), found)
         if not func.is_view and name not in FREE:
             self.launches[name] += 1
         return self._paired(func(*args, **kwargs), found, name)
@@ -250,7 +278,7 @@ class FakeDevice(TorchDispatchMode):
 
     def _keep(self, fake: Tensor, found: Tensor, name: str = "") -> Tensor:
         """A result with its values, in new memory unless it is a view or an argument."""
-        if not fake.is_cuda:
+        if not on_device(fake):
             return found
         storage = fake.untyped_storage()
         if storage._cdata not in self._values:
@@ -293,7 +321,7 @@ def _on_cpu(kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if given is None:
         yield kwargs
         return
-    _check_generator(kwargs, "cuda")
+    _check_generator(kwargs, KIND)
     twin = torch.Generator().set_state(given.get_state())
     yield {**kwargs, "generator": twin}
     given.set_state(twin.get_state())
@@ -377,7 +405,7 @@ def _moving() -> Callable[..., nn.Module]:
         own = {name: one for name, one in self._parameters.items() if one is not None}
         plain = {name: one.detach() for name, one in own.items()}
         every = {name: fn(one) for name, one in plain.items()}
-        if not any(one.is_cuda for one in (*own.values(), *every.values())):
+        if not any(map(on_device, (*own.values(), *every.values()))):
             return apply(self, fn, recurse=False)
         for name, old in own.items():
             if every[name] is not plain[name]:
@@ -433,7 +461,7 @@ class Messages:
         return call
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        assert tensor.is_cuda, "NCCL carries no tensors of the host"
+        assert on_device(tensor), "NCCL carries no tensors of the host"
         return self._device.values(tensor)
 
     def P2POp(self, move: Any, tensor: Tensor, *others: Any) -> dist.P2POp:  # noqa: N802 - torch's name
@@ -442,28 +470,6 @@ class Messages:
     def batch_isend_irecv(self, moves: list[dist.P2POp]) -> Any:
         self._device.launches["batch_isend_irecv"] += 1
         return [_Handle(self._device, work) for work in dist.batch_isend_irecv(moves)]
-
-
-class Moment:
-    """What stands in for a `torch.cuda.Event`: kernels have run when their calls return."""
-
-    def __init__(self, **_: Any) -> None:
-        self._at = 0.0
-
-    def record(self, *_: Any) -> None:
-        self._at = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait(self, *_: Any) -> None:
-        pass
-
-    def elapsed_time(self, other: Moment) -> float:
-        return (other._at - self._at) * 1e3
 
 
 PROPERTIES = SimpleNamespace(
@@ -488,7 +494,7 @@ def _side_by_side(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         out = attend(*args, **kwargs)
-        return out.transpose(1, 2).contiguous().transpose(1, 2) if out.is_cuda and out.ndim == 4 else out
+        return out.transpose(1, 2).contiguous().transpose(1, 2) if on_device(out) and out.ndim == 4 else out
 
     return call
 
@@ -518,10 +524,9 @@ FOUND: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "set_device", lambda *_: None),
     (torch.cuda, "manual_seed", lambda *_: None),
     (torch.cuda, "empty_cache", lambda: None),
-    (torch.cuda, "Event", Moment),
     (torch.cuda, "reset_peak_memory_stats", lambda *_: None),
     *(
-        (torch.cuda, name, lambda *_: 1 << 20)
+        (torch.accelerator, name, lambda *_: 1 << 20)
         for name in ("memory_allocated", "memory_reserved", "max_memory_allocated")
     ),
     (torch.cuda, "is_available", lambda: True),
@@ -530,27 +535,11 @@ FOUND: tuple[tuple[Any, str, Any], ...] = (
     (fake_tensor, "init_gpu_context", lambda *_: None),
     (FakeTensorMode, "avoid_device_init", property(lambda _: True)),
     # Checkpoints are copied to the host by these. A kernel has run here when its call returns: the streams are one.
-    (torch.cuda, "current_stream", lambda *_: _Stream()),
+    (torch.cuda, "current_stream", lambda *_: torch.accelerator.current_stream()),
     (torch.cuda, "stream", lambda _: nullcontext()),
-    (torch.accelerator, "synchronize", lambda *_: None),
     (_pin_memory_utils, "pin_memory", lambda *_: None),
     (_pin_memory_utils, "unpin_memory", lambda *_: None),
 )
-
-
-class _Stream:
-    """The one stream of the device."""
-
-    device_type = "cuda"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
-
-    def __hash__(self) -> int:
-        return 0
-
-    def synchronize(self) -> None:
-        """Every kernel has run."""
 
 
 def _staged(device: FakeDevice) -> Callable[..., Tensor]:
@@ -584,12 +573,17 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def cuda(found: bool = False) -> Iterator[FakeDevice]:
-    """A fake ``cuda`` device of this process, or of this rank: links take the path of NCCL.
+def fake_device(found: bool = False) -> Iterator[FakeDevice]:
+    """A fake device of this process, or of this rank: links take the path of NCCL.
 
     Args:
         found: ``torch.cuda`` says that there is a device, without which autocast and loss scales do nothing.
     """
+    assert unavailable() is None, unavailable()
+    module = torch.get_device_module(KIND)
+    if (world := dist.group.WORLD) is not None and not backend_of(None, KIND):
+        gloo = world._get_backend(torch.device("cpu"))
+        world._register_backend(torch.device(KIND), dist.ProcessGroup.BackendType.GLOO, gloo)
     from ditmesh.comm import link as link_module
     from ditmesh.comm import transports
     from ditmesh.core import digests, intercept, values
@@ -620,17 +614,18 @@ def cuda(found: bool = False) -> Iterator[FakeDevice]:
             (dist, "broadcast_object_list", _on_host(dist.broadcast_object_list)),
             (dist, "gather_object", _on_host(dist.gather_object)),
             (dist, "scatter_object_list", _on_host(dist.scatter_object_list)),
-            (torch.cuda, "_lazy_init", lambda: None),
-            (torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
-            (torch.cuda, "set_rng_state", lambda *_: None),
-            (torch.cuda, "current_device", lambda: 0),
-            (torch.cuda, "synchronize", lambda *_: None),
-            (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
-            (torch.cuda, "mem_get_info", lambda *_: (80 << 30, 80 << 30)),
+            (module, "_lazy_init", lambda: None),
+            (module, "get_rng_state", lambda *_: torch.get_rng_state()),
+            (module, "set_rng_state", lambda *_: None),
+            (module, "current_device", lambda: 0),
+            (torch.accelerator, "synchronize", lambda *_: None),
+            (module, "get_device_capability", lambda *_: (9, 0)),
+            (module, "mem_get_info", lambda *_: (80 << 30, 80 << 30)),
         ):
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
+            stack.enter_context(mock.patch.object(owner, name, stand_in, create=isinstance(owner, Module)))
         for owner, name, stand_in in FOUND if found else ():
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
+            owner = module if owner is torch.cuda else owner
+            stack.enter_context(mock.patch.object(owner, name, stand_in, create=isinstance(owner, Module)))
         if found:
             stack.enter_context(mock.patch.object(torch, "tensor", _of_device(torch.tensor)))
             stack.enter_context(mock.patch.object(Tensor, "_make_subclass", _wrapped(Tensor._make_subclass)))
@@ -644,6 +639,7 @@ def cuda(found: bool = False) -> Iterator[FakeDevice]:
         assert library is not None
         library.is_there(1)
         stack.callback(library.is_there, 0)
+        stack.enter_context(mock.patch.dict(dist.Backend.default_device_backend_map, {KIND: "nccl"}))
         stack.enter_context(has_kernels())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(device)

@@ -94,8 +94,8 @@ def one_of(world: int, rank: int) -> Iterator[None]:
                 # No thread watches for failures of ranks that are not there.
                 (grid, "backend_of", lambda *_: "gloo"),
                 (grid, "gather_objects", lambda value, group: [value] * world),
-                (torch.cuda, "current_device", lambda: 0),
-                (torch.cuda, "set_device", lambda device: None),
+                (torch.accelerator, "current_device_index", lambda: 0),
+                (torch.accelerator, "set_device_index", lambda device: None),
                 (grid, "find_hosts", lambda *_: Hosts.single(world)),
                 (mesh.Mesh, "new_host_group", lambda *_: None),
                 (mesh.Mesh, "_meet", lambda self, mine: [mine] * len(self._peers)),

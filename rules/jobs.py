@@ -24,16 +24,15 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt
 from ditmesh.generate.run import generate
 from ditmesh.generate.runner import PipelineRunner
-from rules.fake_cuda import FakeDevice, cuda, unavailable
+from rules.fake_cuda import KIND, FakeDevice, fake_device, unavailable
 
 
 @contextmanager
 def gpu_of_rank() -> Iterator[FakeDevice]:
     """This rank computes on a fake GPU, whatever asks where it does."""
-    reason = unavailable()
-    assert reason is None, reason
-    where = torch.device("cuda", 0)
-    with cuda(found=True) as device, ExitStack() as stack:
+    assert unavailable() is None, unavailable()
+    where = torch.device(KIND, 0)
+    with fake_device(found=True) as device, ExitStack() as stack:
         for module in (backends, grid):
             stack.enter_context(mock.patch.object(module, "device_of_rank", return_value=where))
         yield device

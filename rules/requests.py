@@ -26,7 +26,7 @@ from ditmesh.train import reduce_gradients, run
 from ditmesh.train.gradients import reduce as averaging
 from ditmesh.train.trainer import Progress, Trainer
 from ditmesh.zoo import path as find
-from rules.fake_cuda import FakeDevice, cuda, unavailable
+from rules.fake_cuda import KIND, FakeDevice, fake_device, on_device
 from rules.fake_world import one_of
 from support import gradients, more_pipelines, pipelines
 from support.families import family_by_hand
@@ -60,12 +60,11 @@ def both(
 
     Args:
         work: gets the device, whose looks it may clear; its result is read at the end.
-        found: see `cuda`.
+        found: see `fake_device`.
     """
-    assert unavailable() is None
     made: list[dict[str, Tensor]] = []
     looks: dict[str, int] = {}
-    for context in (nullcontext(), cuda(found)):
+    for context in (nullcontext(), fake_device(found)):
         with context as device:
             results = work(device)
             if device is not None:
@@ -95,7 +94,7 @@ def planted() -> dict[str, int]:
     attend = SequenceParallel.attend
 
     def faulty(self: SequenceParallel, q: Tensor, *others: Any) -> Tensor:
-        if q.is_cuda:
+        if on_device(q):
             fault(q)
         return attend(self, q, *others)
 
@@ -106,20 +105,19 @@ def planted() -> dict[str, int]:
 @torch.no_grad()
 def request(family: str, config: dict[str, Any]) -> OnCuda:
     """One request of a family of pipelines on a CPU and on a fake CUDA device. On every rank of the configuration."""
-    assert unavailable() is None
     config = {**config, "shared_memory": False}
     pipe, call, result = pipeline(family)
     with ditmesh.parallelized(pipe, config):
         truth = torch.as_tensor(getattr(pipe(**call()), result))
     marks: list[int] = []
-    with cuda() as device:
+    with fake_device() as device:
         for model in pipe.components.values():
             if isinstance(model, nn.Module):
-                model.to("cuda")
-        arguments = tree_map_only(Tensor, lambda tensor: tensor.to("cuda"), call())
+                model.to(KIND)
+        arguments = tree_map_only(Tensor, lambda tensor: tensor.to(KIND), call())
         # Generators of the device, which draw the numbers of those of CPUs.
         seeds = [one.initial_seed() for one in arguments["generator"]]
-        arguments["generator"] = [torch.Generator("cuda").manual_seed(seed) for seed in seeds]
+        arguments["generator"] = [torch.Generator(KIND).manual_seed(seed) for seed in seeds]
         with ditmesh.parallelized(pipe, config):
             scheduler = type(pipe.scheduler)
             step = scheduler.step
@@ -142,7 +140,7 @@ def request(family: str, config: dict[str, Any]) -> OnCuda:
 
 def _moved(value: Any, known: dict[int, Tensor]) -> Any:
     """Arguments on ``cuda``: what was one tensor stays one."""
-    return tree_map_only(Tensor, lambda one: known.setdefault(id(one), one.detach().to("cuda")), value)
+    return tree_map_only(Tensor, lambda one: known.setdefault(id(one), one.detach().to(KIND)), value)
 
 
 def ours(looks: list[Sync]) -> dict[str, int]:
@@ -157,8 +155,8 @@ def alone(name: str, config: dict[str, Any], rank: int, steps: int) -> dict[str,
     """
     model, given = copy.deepcopy(tiny(name)), inputs(name, RAGGED)
     calls = list(moving(name, RAGGED, steps)) if "hidden_states" in given else [given] * steps
-    with one_of(ParallelConfig(**config).world_size, rank), cuda() as device, torch.no_grad():
-        model.to("cuda")
+    with one_of(ParallelConfig(**config).world_size, rank), fake_device() as device, torch.no_grad():
+        model.to(KIND)
         calls = _moved(calls, {})
         try:
             with ditmesh.parallelized(model, {**config, "shared_memory": False}):
@@ -178,9 +176,9 @@ def alone(name: str, config: dict[str, Any], rank: int, steps: int) -> dict[str,
 def summed_late(pause: float = 0.3) -> list[float]:
     """Sums over ranks, of which the second comes later: by ditmesh's gradients, and by torch's function."""
     rank, found = dist.get_rank(), []
-    with cuda() as device:
+    with fake_device() as device:
         for owner in (averaging.dist, dist):
-            own = torch.full((4,), 1.0 + rank, device="cuda")
+            own = torch.full((4,), 1.0 + rank, device=KIND)
             time.sleep(pause * rank)
             work = owner.all_reduce(own, async_op=True)
             work.wait()
@@ -202,7 +200,7 @@ def trained(name: str, config: dict[str, Any], again: bool) -> tuple[float, str,
         size = sizes(name)["B=2 ragged"]
         arguments = {key: gradients.cast(value, torch.float32) for key, value in inputs(name, size).items()}
         if device is not None:
-            model.to("cuda")
+            model.to(KIND)
             arguments = _moved(arguments, {})
         with ditmesh.parallelized(model, {**config, "shared_memory": False}):
             for _ in range(2):
@@ -223,14 +221,13 @@ def training_run(folder: str, config: dict[str, Any]) -> tuple[list[float], list
 
     Both losses, and what the host waits for in the last step, by owner, file and operation.
     """
-    assert unavailable() is None
     losses, looks = [], Counter()
     optimizer_step = Trainer._optimizer_step
 
     def moved(pipe: Any, *_: Any, **__: Any) -> Any:
         for one in pipe.components.values():
             if isinstance(one, nn.Module):
-                one.to("cuda")
+                one.to(KIND)
         return pipe
 
     for on_cuda in (False, True):
@@ -238,7 +235,7 @@ def training_run(folder: str, config: dict[str, Any]) -> tuple[list[float], list
         # What DistributedDataParallel does in C++ knows no fake device.
         made = configured(settings(Path(folder), out, max_train_steps=2, sharding="none", **config))
         pipe = DiffusionPipeline.from_pretrained(find(made.pretrained_model_name_or_path))
-        with cuda() if on_cuda else nullcontext() as device, ExitStack() as stack:
+        with fake_device() if on_cuda else nullcontext() as device, ExitStack() as stack:
             # To observe a pipeline is to look at values, which fake tensors do not have.
             stack.enter_context(mock.patch("ditmesh.train.trainer.ObservedFamily", family_by_hand))
             if device is not None:
@@ -254,21 +251,20 @@ def training_run(folder: str, config: dict[str, Any]) -> tuple[list[float], list
                 return done
 
             stack.enter_context(mock.patch.object(Trainer, "_optimizer_step", step))
-            trainer = stack.enter_context(Trainer(made, pipe, "cuda" if on_cuda else "cpu", timeout=100.0))
+            trainer = stack.enter_context(Trainer(made, pipe, KIND if on_cuda else "cpu", timeout=100.0))
             losses.append(list(trainer.run().losses.values()))
     return losses[0], losses[1], dict(looks)
 
 
 def whole_run(given: dict[str, Any]) -> tuple[dict[int, float], list[str], list[str]]:
     """A run of `train` on fake CUDA devices: losses by step, why checkpoints were not written, and files written."""
-    assert unavailable() is None
     losses: dict[int, float] = {}
 
     def report(message: Any) -> None:
         if isinstance(message, Progress):
             losses[message.step] = message.loss
 
-    with cuda(found=True), mock.patch.object(run, "device_of_rank", return_value=torch.device("cuda")):
+    with fake_device(found=True), mock.patch.object(run, "device_of_rank", return_value=torch.device(KIND)):
         unsaved = run.train(configured(given), report=report, check_memory=False)["unsaved"]
     out = Path(given["output_dir"])
     return losses, unsaved, sorted(file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file())

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditmesh.attention.kernels import attend_backward, attend_with_lse, lse
-from rules.fake_cuda import STAND_INS, cuda, has_kernels, unavailable
+from rules.fake_cuda import KIND, STAND_INS, fake_device, has_kernels, unavailable
 
-needs_guard = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+needs_guard = pytest.mark.skipif(unavailable() is not None or KIND != "cuda", reason="no fake CUDA device")
 AMPERE, TURING = (8, 0), (7, 5)
 BACKWARD = {
     kernel: STAND_INS[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward")]
@@ -66,7 +66,7 @@ def test_a_mask_costs_six_kernels_more(dtype):
     """Two make the kernel's bias of it, aligned, and four leave out queries that see no key."""
     launched = []
     for masked in (False, True):
-        with cuda() as device:
+        with fake_device() as device:
             q, k = (torch.ones(1, 2, length, 64, device="cuda") for length in (16, 21))
             mask = torch.ones(1, 1, 1, 21, device="cuda").to(dtype) if masked else None
             device.launches.clear()

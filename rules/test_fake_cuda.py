@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ditmesh import ParallelConfig
-from rules.fake_cuda import cuda
+from rules.fake_cuda import KIND, fake_device, on_device
 from rules.requests import planted, request
 
 STALE = {"warmup": "fixed(1)"}
@@ -72,14 +72,14 @@ def test_a_planted_wait_is_found(ranks):
 
 def test_the_device_refuses_what_a_gpu_would():
     """Negative controls: a CPU tensor among CUDA tensors; host waits are seen, and answered right."""
-    with cuda() as device, torch.no_grad():
-        x = torch.arange(6.0).to("cuda")
+    with fake_device() as device, torch.no_grad():
+        x = torch.arange(6.0).to(KIND)
         with pytest.raises(RuntimeError, match="to be on the same device"):
             x + torch.ones(6)
         device.looks.clear()
         assert float(x.sum()) == 15.0
         assert x[x > 3].shape == (2,)
-        assert x[torch.tensor([1])].is_cuda
+        assert on_device(x[torch.tensor([1])])
         assert torch.equal(x, x.clone())
         assert x.view(2, 3).t().contiguous().cpu().tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
         assert [one.operation for one in device.looks] == WAITED
@@ -90,12 +90,12 @@ def test_the_device_refuses_what_a_gpu_would():
 
 def test_generators_are_of_the_device():
     """Negative controls: a generator of the host for a tensor of the device, and the other way round."""
-    with cuda():
-        one, other = (torch.Generator(where).manual_seed(3) for where in ("cuda", "cpu"))
-        drawn = torch.randn(4, generator=one, device="cuda")
+    with fake_device():
+        one, other = (torch.Generator(where).manual_seed(3) for where in (KIND, "cpu"))
+        drawn = torch.randn(4, generator=one, device=KIND)
         assert drawn.cpu().tolist() == torch.randn(4, generator=other).tolist()
         assert torch.equal(one.get_state(), other.get_state())
-        with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
-            torch.randn(4, generator=other, device="cuda")
-        with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator but found 'cuda'"):
+        with pytest.raises(RuntimeError, match=f"Expected a '{KIND}' device type for generator but found 'cpu'"):
+            torch.randn(4, generator=other, device=KIND)
+        with pytest.raises(RuntimeError, match=f"Expected a 'cpu' device type for generator but found '{KIND}'"):
             torch.randn(4, generator=one)

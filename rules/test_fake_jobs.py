@@ -12,6 +12,7 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from PIL import Image
 
+from rules.fake_cuda import KIND
 from rules.jobs import both
 from support.adapters import save_sd3_controlnet, save_sd3_ip_adapter
 from support.tiny import save_tiny_sd3
@@ -76,7 +77,7 @@ def test_a_job_of_one_rank(folder, tmp_path, name):
     assert drawn.reports == truth.reports
     assert drawn.looks == {}
     for one in drawn.receipts:
-        assert one.device == "cuda"
+        assert one.device == KIND
         assert one.environment is not None
         assert one.environment["device"] == "fake GPU"
 

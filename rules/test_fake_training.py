@@ -14,7 +14,7 @@ from ditmesh.launch import RankPool
 from ditmesh.train.checkpoints.checkpoint import Checkpoints
 from ditmesh.train.gradients.sync import GradientSync, TensorSlicesOf
 from ditmesh.train.optimizer.update import not_finite
-from rules.fake_cuda import cuda
+from rules.fake_cuda import KIND, fake_device
 from rules.fake_world import one_of
 from rules.requests import summed_late, trained, training_run, whole_run
 from support.models import tiny
@@ -55,17 +55,17 @@ def test_a_sum_that_a_rank_comes_to_late_is_waited_for(fresh_ranks):
 def test_the_norm_of_no_gradient_is_a_tensor_of_the_device():
     """Tensor ranks add up the norms of their slices, also where none is trained; NCCL carries no tensor of the host."""
     modules = nn.ModuleDict({"text_encoder": nn.Linear(2, 2)})
-    with one_of(2, 0), cuda():
-        mesh = ditmesh.Mesh(ParallelConfig(tensor=2), device="cuda")
+    with one_of(2, 0), fake_device():
+        mesh = ditmesh.Mesh(ParallelConfig(tensor=2), device=KIND)
         sync = GradientSync(modules, mesh, "auto", TensorSlicesOf(tiny("SD3"), mesh, "transformer."))
         assert sync.clip(1.0) == 0.0
 
 
 def test_numbers_of_a_device_and_of_the_host_are_looked_at():
     """AdamW counts its steps on the host while everything else of it is on the GPU."""
-    with one_of(1, 0), cuda():
-        mesh = ditmesh.Mesh(ParallelConfig(), device="cuda")
-        fine, count = torch.ones(3, device="cuda"), torch.ones(())
+    with one_of(1, 0), fake_device():
+        mesh = ditmesh.Mesh(ParallelConfig(), device=KIND)
+        fine, count = torch.ones(3, device=KIND), torch.ones(())
         assert not_finite([("weight", fine), ("steps", count)], mesh) is None
         assert not_finite([("weight", fine), ("steps", count / 0), ("average", fine / 0)], mesh) == "steps"
         assert not_finite([("weight", fine / 0), ("steps", count / 0)], mesh) == "weight"
@@ -94,12 +94,12 @@ def test_the_trainers_loop(fresh_ranks, tmp_path, config):
 
 def test_checkpoints_of_tensors_of_a_device_and_of_the_host(tmp_path):
     """Each has the values of its moment."""
-    with cuda(found=True) as device:
-        mesh = ditmesh.Mesh(ParallelConfig(), device="cuda")
-        base = torch.arange(12.0, device="cuda")
+    with fake_device(found=True) as device:
+        mesh = ditmesh.Mesh(ParallelConfig(), device=KIND)
+        base = torch.arange(12.0, device=KIND)
 
         def state() -> dict[str, torch.Tensor]:
-            half = torch.ones(3, dtype=torch.bfloat16, device="cuda")
+            half = torch.ones(3, dtype=torch.bfloat16, device=KIND)
             # Two of one storage, as slices of a flat one are.
             return {"first": base[:6].view(2, 3), "second": base[6:], "half": half, "steps": torch.tensor(3.0)}
 
@@ -112,7 +112,7 @@ def test_checkpoints_of_tensors_of_a_device_and_of_the_host(tmp_path):
             read = {name: torch.zeros_like(one) for name, one in state().items()}
             assert found.load(tmp_path / f"checkpoint-{step}", read) == step
             assert {name: one.device.type for name, one in read.items() if name != "steps"} == dict.fromkeys(
-                ("first", "second", "half"), "cuda"
+                ("first", "second", "half"), KIND
             )
             values = {name: device.values(one).flatten().tolist() for name, one in read.items()}
             assert values == {"first": [step] * 6, "second": [step] * 6, "half": [1] * 3, "steps": [3]}

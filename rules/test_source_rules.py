@@ -44,7 +44,7 @@ def offences(tree: ast.AST) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
-            if (node.attr == "Stream" and owner.endswith("cuda")) or node.attr == "record_stream":
+            if (node.attr == "Stream" and owner.startswith("torch")) or node.attr == "record_stream":
                 yield "a stream of its own", node.lineno
             if node.attr in COLLECTIVES and owner in ("dist", "torch.distributed"):
                 yield "objects over a process group", node.lineno

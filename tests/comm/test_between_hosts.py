@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
 from ditmesh.config import AXES, ParallelConfig
-from ditmesh.launch.devices import nccl_settings, watch_nccl
+from ditmesh.launch.devices import join_default_group, nccl_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +26,8 @@ def test_settings_of_nccl_are_the_users_first(monkeypatch):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
-    watch_nccl(30)
+    with mock.patch("torch.accelerator.set_device_index"), mock.patch("torch.distributed.init_process_group"):
+        join_default_group("cuda", 0, 1, 0, 30.0, "env://")
     assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "60"

@@ -111,7 +111,7 @@ def asked(rank: int, config: ditmesh.ParallelConfig) -> list[Any]:
             (dist, "barrier", lambda **_: calls.append("barrier")),
             (dist, "destroy_process_group", lambda *_: None),
             (dist, "group", SimpleNamespace(WORLD=Group())),
-            (torch.cuda, "current_device", lambda: rank),
+            (torch.accelerator, "current_device_index", lambda: rank),
             (torch, "zeros", lambda *_, **named: torch.empty(1, dtype=torch.uint8)),
             (grid_module, "gather_objects", lambda value, group: [value] * config.world_size),
             (mesh_module, "FailureWatcher", mock.Mock()),

@@ -68,8 +68,8 @@ def mesh_on(device: str, current: int, config: ParallelConfig) -> tuple[Mesh, li
     chosen: list[Any] = []
     world = mock.Mock()
     with (
-        mock.patch.object(torch.cuda, "current_device", return_value=current),
-        mock.patch.object(torch.cuda, "set_device", chosen.append),
+        mock.patch.object(torch.accelerator, "current_device_index", return_value=current),
+        mock.patch.object(torch.accelerator, "set_device_index", chosen.append),
         mock.patch.object(grid_module, "backend_of", return_value="nccl"),
         mock.patch.object(grid_module, "find_hosts", side_effect=RuntimeError("has got so far")),
         mock.patch.object(grid_module, "gather_objects", lambda value, group: [value] * config.world_size),
@@ -119,21 +119,21 @@ def test_one_queue_for_all_kernels_is_refused_where_exchanges_run_beside(monkeyp
     assert str(raised.value).endswith("; unset it")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_rank_joins_bound_to_its_gpu_unless_it_is_alone(monkeypatch, world_size):
+@pytest.mark.parametrize(("kind", "backend", "world_size"), [("cuda", "nccl", 1), ("xpu", "xccl", 2)])
+def test_a_rank_joins_bound_to_its_gpu_unless_it_is_alone(monkeypatch, kind, backend, world_size):
     from ditmesh.launch.devices import join_default_group
 
     for name in nccl_settings(30):
         # Set first, so that it is put back.
         monkeypatch.setenv(name, "")
     with (
-        mock.patch("torch.cuda.set_device"),
+        mock.patch("torch.accelerator.set_device_index"),
         mock.patch("torch.distributed.is_initialized", return_value=False),
         mock.patch("torch.distributed.init_process_group") as init,
     ):
-        assert join_default_group("cuda", 0, world_size, 1, 30.0, "env://") == torch.device("cuda:1")
-    assert init.call_args.kwargs["backend"] == "cpu:gloo,cuda:nccl"
-    assert init.call_args.kwargs["device_id"] == (torch.device("cuda:1") if world_size > 1 else None)
+        assert join_default_group(kind, 0, world_size, 1, 30.0, "env://") == torch.device(kind, 1)
+    assert init.call_args.kwargs["backend"] == f"cpu:gloo,{kind}:{backend}"
+    assert init.call_args.kwargs["device_id"] == (torch.device(kind, 1) if world_size > 1 else None)
 
 
 def moved_model() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import ditmesh
 from ditmesh.core.gpus import ALLOCATOR, CUBLAS, SETTINGS, gpu_facts, settle_before_cuda
 from ditmesh.launch import devices, ray
 from ditmesh.launch.hardware import environment
-from ditmesh.strategies.determinism import deterministic, refuse_unlike
+from ditmesh.strategies.determinism import FixedArithmetic, deterministic, refuse_unlike
 
 SXM = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132, major=9, minor=0, total_memory=80 << 30)
 PCIE = SimpleNamespace(**{**vars(SXM), "multi_processor_count": 114})
@@ -39,29 +40,22 @@ def test_variables_of_cuda_are_set_once_and_only_before_it_starts(monkeypatch: p
     assert os.environ[CUBLAS] == ":16:8"
     assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "32768"
     assert os.environ[ALLOCATOR] == "expandable_segments:True"
-
-
-def test_an_allocator_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ALLOCATOR)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     settle_before_cuda()
     assert ALLOCATOR not in os.environ
 
 
-def test_nothing_is_set_once_cuda_has_started(started: None) -> None:
-    settle_before_cuda()
-    assert not {*SETTINGS, ALLOCATOR} & {*os.environ}
-
-
 @pytest.mark.parametrize("way", ["ranks of a pool and of torchrun", "ranks of Ray"])
 def test_every_launcher_sets_them_first(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: seen.update(os.environ))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: seen.update(os.environ))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     if way == "ranks of Ray":
         threads = torch.get_num_threads()
         ray._Rank(threads, [])._join(0, 1, "cuda", 5.0, "127.0.0.1", 0, True)
     else:
-        monkeypatch.setattr(devices, "watch_nccl", lambda _: None)
+        monkeypatch.setattr(devices, "nccl_settings", lambda _: {})
         devices.join_default_group("cuda", 0, 1, 0, 5.0, "env://")
     assert {name: seen[name] for name in SETTINGS} == SETTINGS
 
@@ -70,6 +64,7 @@ def test_reproducible_mode_refuses_a_gpu_that_started_without_them(started: None
     """torch looks at the environment, where the variable would be by then; cuBLAS has its workspace already."""
     with pytest.raises(ditmesh.ConfigError, match=r"CUDA has started without CUBLAS_WORKSPACE_CONFIG.*set CUBLAS"):
         deterministic("cuda").__enter__()
+    assert not {*SETTINGS, ALLOCATOR} & {*os.environ}
     with deterministic("cpu"):
         assert CUBLAS not in os.environ
 
@@ -89,3 +84,6 @@ def test_reproducible_mode_refuses_unlike_gpus(monkeypatch: pytest.MonkeyPatch) 
     refuse_unlike(found[:2])
     with pytest.raises(ditmesh.ConfigError, match="rank 0 has multiprocessors 132, and rank 2 multiprocessors 114"):
         refuse_unlike(found)
+    xpu: Any = SimpleNamespace(mesh=SimpleNamespace(device=torch.device("xpu")), models=())
+    with pytest.raises(ditmesh.ConfigError, match="reproducible is for cpu and cuda, not xpu; leave it out, or use"):
+        FixedArithmetic(xpu).apply(ExitStack())

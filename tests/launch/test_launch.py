@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from ditmesh.errors import ConfigError, RankFailed
 from ditmesh.launch import RankPool, from_torchrun, init_from_environment, launcher, resolve_device
@@ -274,7 +275,7 @@ def test_closing_ends_the_ranks_and_is_harmless_twice() -> None:
         ({"world_size": 1, "timeout": 0.0}, "timeout of 0 seconds"),
         ({"world_size": 1, "timeout": float("nan")}, "timeout of nan seconds is not possible"),
         ({"world_size": 1, "timeout": float("inf")}, "timeout of inf seconds is not possible"),
-        ({"world_size": 1, "device": "tpu"}, "device 'tpu' is unknown"),
+        ({"world_size": 1, "device": "tpu"}, "device tpu: torch .* has none here, .*; use cpu, or install"),
     ],
 )
 def test_impossible_pools_are_refused(arguments: dict, said: str) -> None:
@@ -282,13 +283,17 @@ def test_impossible_pools_are_refused(arguments: dict, said: str) -> None:
         RankPool(**arguments)
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert resolve_device("auto", 2) == "cuda"
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: torch.device(kind))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    assert resolve_device("auto", 2) == resolve_device(kind, 2) == kind
     assert resolve_device("cpu", 3) == "cpu"
     with pytest.raises(ConfigError, match="3 ranks need 3 GPUs, but 2 are there; use at most 2 devices"):
         resolve_device("auto", 3)
+    # Tensors would travel through the host.
+    monkeypatch.setitem(torch.distributed.Backend.default_device_backend_map, kind, "gloo")
+    assert (resolve_device("auto", 2), resolve_device(kind, 2)) == ("cpu", kind)
 
 
 def test_ranks_of_torchrun_start_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

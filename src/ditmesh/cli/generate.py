@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -131,9 +131,7 @@ def generate(
         emit(result, run.as_json, _say)
 
 
-def _checked(
-    job: PictureJob, info: ModelInfo, ranks: RankOptions, world_size: int
-) -> tuple[PictureJob, Literal["cpu", "cuda"]]:
+def _checked(job: PictureJob, info: ModelInfo, ranks: RankOptions, world_size: int) -> tuple[PictureJob, str]:
     """The job with its dtype, its model's folder and the type of device; `InputError`: it cannot be done here."""
     from ..generate.job import check_job
     from ..generate.run import PRELOAD
@@ -159,9 +157,7 @@ def check_joined(ranks: RankOptions) -> None:
         raise InputError(f"--launcher {ranks.launcher} starts ranks, and torchrun has started them; use one of them")
 
 
-def _on_ranks(
-    job: PictureJob, ranks: RankOptions, world_size: int, kind: Literal["cpu", "cuda"], began: float
-) -> dict[str, Any] | None:
+def _on_ranks(job: PictureJob, ranks: RankOptions, world_size: int, kind: str, began: float) -> dict[str, Any] | None:
     """Generate; ``began``: when the command did. What to say about it; None: another process says it."""
     # If torchrun has started the ranks, this process is one of them.
     name = "torchrun" if torchrun_rank() is not None else ranks.launcher

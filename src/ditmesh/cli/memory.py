@@ -122,18 +122,18 @@ def _needed(
         workload,
         workload,
         kind,
-        part.kind,
+        part.name,
         images=workload.pictures,
         branches=1 + guided,
         runtime=part.runtime,
     )
     # What is free on a CPU is not known of a machine in a table.
-    room = float("inf") if part.kind == "cpu" else part.memory
+    room = float("inf") if part.name == "cpu" else part.memory
     note = None
     if isinstance(chosen, int):
         choice = demand.choose(chosen, room)
         chosen, note = choice.config, choice.describe() if chosen > 1 else None
-    ranks = needs(components, chosen, workload, kind, part.runtime, gpu=part.kind == "cuda")
+    ranks = needs(components, chosen, workload, kind, part.runtime, gpu=part.name != "cpu")
     most, exceeds = max(rank.peak.total for rank in ranks), None
     options = chosen.options()
     if most > room:

@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from ..config import ParallelConfig, setting
 from ..errors import InputError
 from ..generate.receipt import Dtype
-from ..launch import DeviceChoice
 from ..request import PIPELINES, Offload, PictureRequest, parse_size, plain_type, request_fields
 
 Result = TypeVar("Result")
@@ -79,9 +78,9 @@ else:
     Seed = request_option("seed", help="Set the seed of the first image; image i has seed + i.", callback=at_least(0))
 DType = Annotated[
     Dtype | None,
-    rank_option(help="Load the weights in this type.", show_default="float32 on the CPU, bfloat16 on CUDA"),
+    rank_option(help="Load the weights in this type.", show_default="float32 on the CPU, bfloat16 on GPUs"),
 ]
-Device = Annotated[DeviceChoice, rank_option(help="Choose the device of the ranks; auto uses GPUs if there are any.")]
+Device = Annotated[str, rank_option(help="Choose the ranks' device by torch's name; auto uses GPUs if there are any.")]
 Devices = Annotated[
     int | None,
     common_option("--devices", "-n", help="Start this many ranks, each with its own device.", callback=at_least(1)),
@@ -295,7 +294,7 @@ class RankOptions:
     timeout: Timeout = 600.0
     launcher: LauncherName = None
 
-    def kind(self, world_size: int) -> Literal["cpu", "cuda"]:
+    def kind(self, world_size: int) -> str:
         """The device type of ``world_size`` ranks."""
         from ..launch import device_of_launcher
 
@@ -309,8 +308,8 @@ class RankOptions:
             begin_local_ranks(self.device, preload)
 
     def dtype_on(self, kind: str) -> Dtype:
-        """The dtype of the weights on ``"cpu"`` or ``"cuda"``."""
-        return self.dtype or ("bfloat16" if kind == "cuda" else "float32")
+        """The dtype of the weights on a type of device."""
+        return self.dtype or ("float32" if kind == "cpu" else "bfloat16")
 
 
 def config_options(words: Mapping[str, str] | None = None) -> Options:

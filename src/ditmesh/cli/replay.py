@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -99,20 +99,18 @@ def replay(
         raise typer.Exit(1)
 
 
-def _ranks(
-    was: Receipt, device: Device, devices: int | None, config: ParallelConfig | None
-) -> tuple[Literal["cpu", "cuda"], int]:
+def _ranks(was: Receipt, device: Device, devices: int | None, config: ParallelConfig | None) -> tuple[str, int]:
     """The device type and number of ranks: as in the receipt if possible."""
     import torch
 
     count = devices or (was.devices if config is None else config.world_size)
     if config is not None:
         config.check_world_size(count)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "auto":
-        device = "cuda" if was.device == "cuda" and gpus else "cpu"
+    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if device == "auto" and not (was.device != "cpu" and gpus):
+        device = "cpu"
     if devices is None and config is None:
-        if device == "cuda" and gpus:
+        if device != "cpu" and gpus:
             count = min(count, gpus)
         if device == "cpu" and count > max(UNASKED, physical_cores()):
             raise InputError(

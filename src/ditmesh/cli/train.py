@@ -31,7 +31,7 @@ from .options import (
 from .show import bar, emit
 
 if TYPE_CHECKING:
-    from ..launch import DeviceChoice, MessageSink
+    from ..launch import MessageSink
     from ..train.config import TrainConfig
 
 # Sentences of a check that are printed.
@@ -114,7 +114,7 @@ def train(
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
 
 
-def _device_of(chosen: TrainConfig, device: DeviceChoice, place: Any, world_size: int) -> str:
+def _device_of(chosen: TrainConfig, device: str, place: Any, world_size: int) -> str:
     """The kind of device of a run whose settings, model and folders are checked before ranks start."""
     from ..generate.model_info import find_model
     from ..generate.run import PRELOAD

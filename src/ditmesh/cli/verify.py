@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -153,7 +153,7 @@ def _verify(
     job: PictureJob,
     asked: Sequence[ParallelConfig],
     offered: Sequence[ParallelConfig],
-    kind: Literal["cpu", "cuda"],
+    kind: str,
     ranks: RankOptions,
     tolerance: float | None,
 ) -> dict[str, Any] | None:
@@ -203,9 +203,7 @@ def _verify(
 
 
 @contextmanager
-def _ranks(
-    job: PictureJob, configs: Sequence[ParallelConfig], kind: Literal["cpu", "cuda"], ranks: RankOptions
-) -> Iterator[VerifyRanks]:
+def _ranks(job: PictureJob, configs: Sequence[ParallelConfig], kind: str, ranks: RankOptions) -> Iterator[VerifyRanks]:
     """The ranks to run on."""
     from ..verify.runs import VerifyRanks
 

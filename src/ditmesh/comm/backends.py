@@ -7,10 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Tensors of GPUs over NCCL; Python objects, and tensors on the host, over gloo. torch pickles objects through the
-# device where a group has NCCL alone, and each of them makes the host wait for it.
-ON_GPUS = "cpu:gloo,cuda:nccl"
-
 # What NCCL carries; gloo takes others, too, which would fail on the first GPU.
 CARRIED = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -19,13 +15,27 @@ CARRIED = {
 }
 
 
+def collectives_of(kind: str) -> str:
+    """The backend that torch names for a kind of device, such as ``"nccl"``; empty: it names none."""
+    return dist.Backend.default_device_backend_map.get(kind, "")
+
+
+def group_backends(kind: str) -> str:
+    """The ``backend`` of a process group of ranks on a kind of device: for its tensors its own, beside gloo.
+
+    torch pickles objects through the device where a group has NCCL alone, and each of them makes the host wait for it.
+    """
+    own = collectives_of(kind)
+    return f"cpu:gloo,{kind}:{own}" if own and kind != "cpu" else "gloo"
+
+
 def bound_device(device: torch.device, world_size: int) -> torch.device | None:
     """The ``device_id`` of the default process group of ranks that compute on such a device.
 
     Every other group is then split from it at once. A single rank sends nothing: it gets no communicator, which would
     take 580 MiB of an H200's memory.
     """
-    return device if device.type == "cuda" and world_size > 1 else None
+    return device if device.type != "cpu" and world_size > 1 else None
 
 
 def group_options(device: torch.device) -> dict[str, Any]:
@@ -33,7 +43,8 @@ def group_options(device: torch.device) -> dict[str, Any]:
 
     A group of a job that was set up with NCCL alone has a half for objects, too.
     """
-    return {"backend": ON_GPUS} if device.type == "cuda" and backend_of(None, device) == "nccl" else {}
+    own = device.type != "cpu" and backend_of(None, device) == collectives_of(device.type)
+    return {"backend": group_backends(device.type)} if own else {}
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
@@ -58,11 +69,13 @@ def carries_none(kind: str) -> str:
     """The error message for a process group without a backend for tensors of this kind of device."""
     return (
         f"the process group carries no {kind} tensors, and the model is on the {kind}; move the pipeline to its rank's "
-        f'device before ditmesh.parallelize, or call torch.distributed.init_process_group("{ON_GPUS}")'
+        f'device before ditmesh.parallelize, or call torch.distributed.init_process_group("{group_backends(kind)}")'
     )
 
 
 def device_of_rank() -> torch.device:
-    """The device of this rank: the current GPU where the ranks use NCCL, else the CPU."""
-    on_nccl = dist.is_available() and dist.is_initialized() and backend_of(None, "cuda") == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_nccl else torch.device("cpu")
+    """The device of this rank: the accelerator's current one where the ranks have its backend, else the CPU."""
+    kind = here.type if (here := torch.accelerator.current_accelerator()) else ""
+    if kind and dist.is_available() and dist.is_initialized() and backend_of(None, kind) == collectives_of(kind) != "":
+        return torch.device(kind, torch.accelerator.current_device_index())
+    return torch.device("cpu")

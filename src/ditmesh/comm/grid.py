@@ -52,13 +52,13 @@ AVERAGED = ("data", "ring", "ulysses")
 def _current(device: torch.device | str | None) -> torch.device:
     """The device of this rank, which is its current one from now on."""
     device = device_of_rank() if device is None else torch.device(device)
-    if device.type != "cuda":
+    if device.type in ("cpu", "meta"):
         return device
     if device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if device.index != torch.cuda.current_device():
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    if device.index != torch.accelerator.current_device_index():
         # Else torch would make this rank's communicators on the first GPU, as those of all ranks.
-        torch.cuda.set_device(device)
+        torch.accelerator.set_device_index(device)
     return device
 
 
@@ -150,7 +150,7 @@ class RankGrid:
         A collective call: all ranks make all of them, in one order.
         """
         options, mine, timeout = group_options(self.device), None, self._deadline
-        if backend_of(None, self.device) == "nccl":
+        if backend_of(None, self.device) not in ("", "gloo"):
             timeout = max(timeout, timedelta(seconds=LEAST_ON_NCCL))
         for ranks in sets:
             group = dist.new_group(ranks, timeout=timeout, **options)
@@ -258,8 +258,8 @@ class RankGrid:
         """Abort the operations of groups on this rank; those of gloo end when the group is destroyed."""
         if self._over_gloo or not groups:
             return
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device)
         backend: Any = groups[0]._get_backend(self.device)
         # Separate aborts of NCCL communicators can wait for one another.
         together = hasattr(backend, "_group_start")

@@ -92,8 +92,8 @@ class Mesh(RankGrid):
 
         Args:
             config: degrees of the axes; they must multiply to the world size.
-            device: where this rank's tensors live; default: the current CUDA device when the process group
-                runs on NCCL, else the CPU.
+            device: where this rank's tensors live; default: torch's current accelerator when the process group
+                has its backend (NCCL), else the CPU.
             timeout: deadline of every collective, in seconds; on NCCL for ranks to meet, and for collectives at least
                 `LEAST_ON_NCCL`.
             links: by attribute name, of a mesh of this process alone; its other links have one rank. No group is built.
@@ -171,8 +171,8 @@ class Mesh(RankGrid):
             yield
             if self._depth == 1 and self._watcher is not None:
                 # The device may still compute with tensors that a group received before it was aborted.
-                if self.device.type == "cuda":
-                    torch.cuda.current_stream(self.device).synchronize()
+                if self.device.type != "cpu":
+                    torch.accelerator.current_stream(self.device).synchronize()
                 self._state.report()
         except BaseException:
             self.fail_request()

@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
-from .backends import backend_of
+from .backends import backend_of, device_of_rank
 
 # For default groups without a backend for the host one beside them that has.
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -48,7 +47,7 @@ def _on_host(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     assert ranks is world, "objects of a group that carries no tensors of the host"
     if world not in _beside:
         # gloo's own deadline is half an hour.
-        options = getattr(world._get_backend(torch.device("cuda")), "options", None)
+        options = getattr(world._get_backend(device_of_rank()), "options", None)
         made = dist.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
         assert isinstance(made, dist.ProcessGroup)
         _beside[world] = made

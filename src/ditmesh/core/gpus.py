@@ -37,13 +37,20 @@ def settle_before_cuda() -> None:
         os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """True if torch says how much memory of the device is free; Apple's GPUs use the host's."""
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "mem_get_info")
+
+
 def gpu_facts(device: torch.device) -> dict[str, str]:
     """The GPU and the libraries that choose its algorithms, by name. GPUs alike in these give the same bits.
 
     Flash attention cuts the keys by the number of multiprocessors, of which one name may have several (H100 SXM has
     132, H100 PCIe 114).
     """
-    properties = torch.cuda.get_device_properties(device)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    if device.type != "cuda":
+        return {"device": str(properties)}
     # Of the packages that torch loads cuBLAS from; torch itself does not tell it.
     names = "nvidia-cublas", f"nvidia-cublas-cu{str(torch.version.cuda).partition('.')[0]}"
     versions = library_versions(names)

@@ -26,7 +26,6 @@ from ..core.request import PipelineCall
 from ..engine import ConfigLike, engine_of, parallelize, restore
 from ..engine.targets import FOLLOWED, device_of, refuse_twice
 from ..errors import ConfigError, InputError
-from ..launch import DeviceChoice
 from ..launch.failures import Failure, of_exception
 from .copies import CopiedModule, ModuleChange, apply_changes, take_off_hooks
 from .messages import Modes, begin, followed_call, pack_call, raise_first, take_call
@@ -58,7 +57,7 @@ class Followers:
     def __init__(
         self,
         devices: int,
-        device: DeviceChoice = "auto",
+        device: str = "auto",
         threads: int | None = None,
         timeout: float = DEFAULT_DEADLINE_SECONDS,
         *,
@@ -69,7 +68,7 @@ class Followers:
 
         Args:
             devices: number of ranks, this process included.
-            device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
+            device: see `RankPool`.
             threads: of each rank in a call, also of this process on the CPU; default: an equal share of the cores.
             timeout: deadline of every collective of a call, in seconds.
             gpus: their numbers, this process's first; default: its current one, and those that follow.
@@ -79,8 +78,8 @@ class Followers:
             ConfigError: the devices are not there, or this process is a rank already.
             RankFailed: a rank could not start.
         """
-        if gpus is None and device != "cpu" and torch.cuda.is_available():
-            first, count = torch.cuda.current_device(), torch.cuda.device_count()
+        if gpus is None and device != "cpu" and torch.accelerator.is_available():
+            first, count = torch.accelerator.current_device_index(), torch.accelerator.device_count()
             gpus = [(first + place) % count for place in range(devices)]
         self._pool = HostedRanks(devices, device, threads, gpus)
         # This process included; the type of the ranks' devices.
@@ -236,7 +235,7 @@ class FollowedModule(ABC):
         followers, module = self.followers, self.module
 
         def here() -> Mesh:
-            mesh = Mesh(config, device_of(module) if followers.device == "cuda" else "cpu", followers.timeout)
+            mesh = Mesh(config, device_of(module) if followers.device != "cpu" else "cpu", followers.timeout)
             try:
                 begin(mesh)
             except BaseException:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from ..errors import ConfigError, RankFailed
-from ..launch.devices import DeviceChoice, use_loopback
+from ..launch.devices import use_loopback
 from ..launch.pool import RankPool
 from ..launch.rank import join_group
 
@@ -45,7 +45,7 @@ class HostedRanks(RankPool):
     def __init__(
         self,
         world_size: int,
-        device: DeviceChoice = "cpu",
+        device: str = "cpu",
         threads: int | None = None,
         gpus: Sequence[int] | None = None,
     ) -> None:

@@ -140,7 +140,7 @@ def ahead_stays(pipe: Any, config: ParallelConfig | str, device: torch.device) -
 
 def usual_dtype(device: torch.device) -> torch.dtype:
     """The default dtype of the weights: bfloat16 on a GPU, float32 on a CPU."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _configuration_before(

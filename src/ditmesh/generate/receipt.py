@@ -68,7 +68,7 @@ class Receipt(BaseModel):
     model: str = Field(max_length=4096)
     pipeline: str
     dtype: Dtype
-    device: Literal["cpu", "cuda"]
+    device: str = Field(max_length=32)
     devices: Count
     config: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)

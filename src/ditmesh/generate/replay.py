@@ -132,7 +132,7 @@ def job_of(
         timeout=timeout,
         files=tuple(find_input_file(file, Path(beside)) for file in receipt.files),
         variant=receipt.variant,
-        offload=receipt.offload if receipt.device == "cuda" else "none",
+        offload=receipt.offload if receipt.device != "cpu" else "none",
         scheduler=receipt.scheduler,
     )
 

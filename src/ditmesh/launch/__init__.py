@@ -6,14 +6,13 @@ already, and `init_from_environment` (or `TorchrunRanks`) joins them. Another pa
 """
 
 from .backend import Launcher, MessageSink
-from .devices import DeviceChoice, default_threads, physical_cores, resolve_device
+from .devices import default_threads, physical_cores, resolve_device
 from .lookup import device_of_launcher, launcher, threads_of_launcher
 from .pool import RankPool, begin_local_ranks
 from .processes import Terminated, guarded_folder, ignore_signals, interrupt_cause, leave, raise_on_signals
 from .torchrun import TorchrunRanks, from_torchrun, init_from_environment, torchrun_rank
 
 __all__ = [
-    "DeviceChoice",
     "Launcher",
     "MessageSink",
     "RankPool",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
-from .devices import DeviceKind
-
 MessageSink = Callable[[Any], None]
 OnMessage = Callable[[int, Any], None]
 Watch = Callable[[], str | None]
@@ -22,7 +20,7 @@ class Launcher(Protocol):
     """
 
     world_size: int
-    device: DeviceKind
+    device: str
     threads: int
     is_reporter: bool
 

@@ -7,16 +7,13 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
-
-DeviceChoice = Literal["auto", "cpu", "cuda"]
-DeviceKind = Literal["cpu", "cuda"]
 
 # Seconds: more than any caller waits, and less than what clocks overflow at.
 ENDLESS_SECONDS = 1e9
@@ -26,13 +23,13 @@ HEARTBEAT = 480
 RECORDED = 2000
 
 
-def resolve_device(device: DeviceChoice, world_size: int) -> DeviceKind:
-    """The device of all ranks of this machine: ``"auto"`` is CUDA when a GPU is there, else the CPU.
+def resolve_device(device: str, world_size: int) -> str:
+    """The type of the device of all ranks of this machine: ``"cpu"``, or that of the accelerator that torch has here.
 
-    `ConfigError`: an unknown device, CUDA without a GPU, or fewer GPUs than ranks.
+    ``"auto"`` is the accelerator if torch names a backend for it that leaves tensors on the device, else the CPU.
+
+    `ConfigError`: a device that is not there or has no backend, or fewer of them than ranks.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device {device!r} is unknown; use auto, cpu or cuda")
     if device == "cpu":
         return "cpu"
     if device == "auto" and "torch" not in sys.modules and not may_have_gpus():
@@ -40,26 +37,32 @@ def resolve_device(device: DeviceChoice, world_size: int) -> DeviceKind:
         return "cpu"
     import torch
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus == 0:
-        if device == "cuda":
-            reason = "this torch was built without CUDA" if torch.version.cuda is None else "the driver shows no GPU"
-            raise ConfigError(f"device cuda: no GPU is there ({reason}); use --device cpu, or install torch for CUDA")
+    from ..comm.backends import collectives_of
+
+    kind = here.type if (here := torch.accelerator.current_accelerator(check_available=True)) else ""
+    backend = collectives_of(kind)
+    if device != "auto" and (device != kind or not backend):
+        raise ConfigError(
+            f"device {device}: torch {torch.__version__} has none here, or no backend to connect them; use "
+            f"{f'{kind} or ' if backend else ''}cpu, or install torch and a driver for it"
+        )
+    if not backend or (device == "auto" and backend == "gloo"):
         return "cpu"
-    if gpus < world_size:
+    if (gpus := torch.accelerator.device_count()) < world_size:
         raise ConfigError(
             f"{world_size} ranks need {world_size} GPUs, but {gpus} {'is' if gpus == 1 else 'are'} there; "
             f"use at most {gpus} devices, or --device cpu"
         )
-    return "cuda"
+    return kind
 
 
 def may_have_gpus() -> bool:
     """True if a GPU driver's files exist; True outside Linux, where this is unknown."""
     if sys.platform != "linux":
         return True
-    # Of NVIDIA's drivers, also on Jetson, of WSL and of AMD's.
-    return any(name.startswith(("nvidia", "nvhost", "nvmap", "nvgpu", "dxg", "kfd")) for name in os.listdir("/dev"))
+    # Of NVIDIA's drivers, also on Jetson, of WSL, AMD's, Intel's and Ascend's.
+    drivers = "nvidia", "nvhost", "nvmap", "nvgpu", "dxg", "kfd", "dri", "davinci"
+    return any(name.startswith(drivers) for name in os.listdir("/dev"))
 
 
 def physical_cores() -> int:
@@ -78,10 +81,10 @@ def physical_cores() -> int:
     return len(cores)
 
 
-def default_threads(world_size: int, device: DeviceKind) -> int:
-    """Threads for each of ``world_size`` ranks: an equal share of the cores; at most 8 with GPUs."""
-    share = max(1, physical_cores() // world_size)
-    return min(8, share) if device == "cuda" else share
+def default_threads(world_size: int, device: str, cores: int | None = None) -> int:
+    """Threads for each of ``world_size`` ranks: an equal share of the cores (default: of here); at most 8 with GPUs."""
+    share = max(1, (physical_cores() if cores is None else cores) // world_size)
+    return share if device == "cpu" else min(8, share)
 
 
 def check_timeout(seconds: float) -> None:
@@ -95,8 +98,7 @@ def check_timeout(seconds: float) -> None:
 
 def use_loopback() -> None:
     """Keep the ranks of one machine on the loopback, so that no firewall, VPN or other interface interferes."""
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback:
+    if loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform):
         use_interface(loopback)
 
 
@@ -137,16 +139,10 @@ def nccl_settings(timeout: float) -> dict[str, str]:
     }
 
 
-def watch_nccl(timeout: float) -> None:
-    """Set them for this process, where the user has not."""
-    for name, value in nccl_settings(timeout).items():
-        os.environ.setdefault(name, value)
-
-
 def join_default_group(
-    kind: DeviceKind, rank: int, world_size: int, gpu: int, timeout: float, rendezvous: str | Store
+    kind: str, rank: int, world_size: int, gpu: int, timeout: float, rendezvous: str | Store
 ) -> torch.device:
-    """Join the default process group (gloo or NCCL), unless this process is in one; the device of this rank.
+    """Join the default process group, unless this process is in one; the device of this rank.
 
     Args:
         kind, gpu: the rank's device.
@@ -157,19 +153,20 @@ def join_default_group(
     import torch
     import torch.distributed as dist
 
-    from ..comm.backends import ON_GPUS, bound_device
+    from ..comm.backends import bound_device, group_backends
     from ..core.gpus import settle_before_cuda
 
     device = torch.device("cpu")
     if kind == "cuda":
         settle_before_cuda()
-        device = torch.device("cuda", gpu)
-        torch.cuda.set_device(device)
+    if kind != "cpu":
+        device = torch.device(kind, gpu)
+        torch.accelerator.set_device_index(device)
     if not dist.is_initialized():
-        if kind == "cuda":
-            watch_nccl(timeout)
+        for name, value in nccl_settings(timeout).items() if kind == "cuda" else ():
+            os.environ.setdefault(name, value)
         dist.init_process_group(
-            backend=ON_GPUS if kind == "cuda" else "gloo",
+            backend=group_backends(kind),
             init_method=rendezvous if isinstance(rendezvous, str) else None,
             store=None if isinstance(rendezvous, str) else rendezvous,
             rank=rank,

@@ -49,7 +49,8 @@ def describe_machine() -> dict[str, Any]:
     with suppress(OSError):
         room = shutil.disk_usage("/dev/shm")
         shared_memory = {"size_gb": round(room.total / 1e9, 2), "free_gb": round(room.free / 1e9, 2)}
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    describe = getattr(torch.get_device_module(), "get_device_properties", None)
+    gpus = map(describe, range(torch.accelerator.device_count())) if describe else ()
     return {
         "versions": library_versions((*LIBRARIES, *KERNELS)),
         "platform": platform.platform(),
@@ -116,10 +117,11 @@ def environment(device: torch.device) -> dict[str, str]:
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
     }
+    if device.type != "cpu":
+        facts |= gpu_facts(device)
     if device.type == "cuda":
         cudnn = torch.backends.cudnn
         facts |= {
-            **gpu_facts(device),
             "cuDNN settings": f"benchmark={cudnn.benchmark} deterministic={cudnn.deterministic}",
             "cuBLAS workspace": os.environ.get(CUBLAS, "default"),
             "cuBLASLt workspace": os.environ.get("CUBLASLT_WORKSPACE_SIZE", "default"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError, did_you_mean
 from .backend import Launcher
-from .devices import DeviceChoice, DeviceKind, default_threads, resolve_device
+from .devices import default_threads, resolve_device
 
 # The default launcher.
 VARIABLE = "DITMESH_LAUNCHER"
@@ -45,7 +45,7 @@ def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any)
     return make(world_size, *arguments, **options)
 
 
-def device_of_launcher(name: str | None, device: DeviceChoice, world_size: int) -> DeviceKind:
+def device_of_launcher(name: str | None, device: str, world_size: int) -> str:
     """The device type of a launcher's ranks, here or on its cluster; `ConfigError`: there are too few."""
     if _named(name) == "ray":
         from .ray import device_of_cluster
@@ -54,7 +54,7 @@ def device_of_launcher(name: str | None, device: DeviceChoice, world_size: int) 
     return resolve_device(device, world_size)
 
 
-def threads_of_launcher(name: str | None, device: DeviceKind, world_size: int) -> int:
+def threads_of_launcher(name: str | None, device: str, world_size: int) -> int:
     """The threads of each of ``world_size`` ranks of a launcher, from the cores of this machine or its cluster."""
     if _named(name) == "ray":
         from .ray import threads_of_cluster

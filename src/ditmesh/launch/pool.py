@@ -19,7 +19,7 @@ from . import failures
 from . import rank as rank_
 from .backend import OnMessage
 from .collect import Collector, StayingRanks
-from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, may_have_gpus, resolve_device
+from .devices import check_timeout, default_threads, may_have_gpus, resolve_device
 from .messages import OwnerChannel, encode
 from .processes import block_sigint, fork_server, guarded_folder, start_fork_server, without_main_module
 from .torchrun import from_torchrun
@@ -68,7 +68,7 @@ class RankPool(StayingRanks):
     def __init__(
         self,
         world_size: int,
-        device: DeviceChoice = "cpu",
+        device: str = "cpu",
         threads: int | None = None,
         timeout: float = 600.0,
         preload: Sequence[str] = PRELOAD,
@@ -78,8 +78,8 @@ class RankPool(StayingRanks):
         """Start the ranks and wait until all of them have joined.
 
         Args:
-            device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
-            threads: threads of each rank; default: an equal share of the physical cores (at most 8 on CUDA).
+            device: ``"auto"`` takes GPUs when there are any, else the CPU; see `resolve_device`.
+            threads: threads of each rank; default: an equal share of the physical cores (at most 8 on GPUs).
             timeout: deadline of every collective, in seconds.
             preload: modules that the fork server imports before the first rank starts (CPU only). It counts
                 for the first pool of a process: the server serves them all.
@@ -104,7 +104,7 @@ class RankPool(StayingRanks):
         super().__init__()
         self.world_size = world_size
         self._owner = os.getpid()
-        self.device: DeviceKind = resolve_device(device, world_size)
+        self.device = resolve_device(device, world_size)
         gpus = range(world_size) if gpus is None else gpus
         if len(gpus) != world_size:
             raise ConfigError(f"gpus {list(gpus)} are {len(gpus)} for {world_size} ranks; name one for each")
@@ -131,7 +131,7 @@ class RankPool(StayingRanks):
 
     def _start(self, preload: Sequence[str], gpus: Sequence[int], import_main: bool) -> None:
         server = None
-        if self.device == "cuda":
+        if self.device != "cpu":
             # CUDA does not survive a fork, and a fork server that had touched it would pass a broken copy on:
             # every rank starts from a fresh interpreter.
             context: Any = multiprocessing.get_context("spawn")
@@ -156,7 +156,7 @@ class RankPool(StayingRanks):
             self._channels[rank] = OwnerChannel(ours)
             # The fork server is deaf already, and may take long while it imports: waiting for it can be broken off.
             with contextlib.ExitStack() as around:
-                if self.device == "cuda":
+                if self.device != "cpu":
                     around.enter_context(block_sigint())
                 if not import_main:
                     around.enter_context(without_main_module(process.name))
@@ -325,7 +325,7 @@ class RankPool(StayingRanks):
         return "\n".join(lines)
 
 
-def begin_local_ranks(device: DeviceChoice, preload: Sequence[str] = PRELOAD) -> None:
+def begin_local_ranks(device: str, preload: Sequence[str] = PRELOAD) -> None:
     """Let what local ranks are forked from import now, beside whatever the caller does before it makes a `RankPool`.
 
     Does nothing where ranks are not forked: on GPUs, and in a rank of ``torchrun``.

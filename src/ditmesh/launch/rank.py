@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from .devices import DeviceKind, join_default_group, use_loopback
+from .devices import join_default_group, use_loopback
 from .failures import of_exception
 from .heap import keep_free_memory
 from .log_filter import hide_chatter
@@ -28,7 +28,7 @@ class RankSettings:
 
     rank: int
     world_size: int
-    device: DeviceKind
+    device: str
     gpu: int
     threads: int
     timeout: float

@@ -21,15 +21,7 @@ from ..errors import ConfigError, RankFailed
 from ..requirements import not_installed
 from . import failures
 from .collect import CAUSE_SECONDS, Collector, StayingRanks
-from .devices import (
-    DeviceChoice,
-    DeviceKind,
-    check_timeout,
-    interface_of,
-    join_default_group,
-    use_interface,
-    use_loopback,
-)
+from .devices import check_timeout, default_threads, interface_of, join_default_group, use_interface, use_loopback
 from .failures import Failure, of_exception
 from .meeting import COMPARED_VERSIONS
 from .messages import encode
@@ -49,7 +41,7 @@ class RayRanks(StayingRanks):
     has to be installed on every host, in the same version.
 
     Attributes:
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
+        device: ``"cpu"`` or ``"cuda"``.
         hosts: names of the hosts of ranks 0, 1, …
     """
 
@@ -58,7 +50,7 @@ class RayRanks(StayingRanks):
     def __init__(
         self,
         world_size: int,
-        device: DeviceChoice = "auto",
+        device: str = "auto",
         threads: int | None = None,
         timeout: float = 600.0,
         preload: Sequence[str] = (),
@@ -83,7 +75,7 @@ class RayRanks(StayingRanks):
         ray = self._ray = connected()
         self.world_size, self.timeout = world_size, timeout
         self._actors: list[Any] = []
-        self.device: DeviceKind = device_of_cluster(device, world_size)
+        self.device = device_of_cluster(device, world_size)
         self.threads = threads or threads_of_cluster(self.device, world_size)
         if (there := ray.cluster_resources().get("CPU", 0)) < (needed := world_size * self.threads):
             raise ConfigError(
@@ -102,7 +94,7 @@ class RayRanks(StayingRanks):
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        ray, gpus = self._ray, int(self.device == "cuda")
+        ray, gpus = self._ray, int(self.device != "cpu")
         bundle = {"CPU": float(self.threads)} | ({"GPU": 1.0} if gpus else {})
         group = placement_group([bundle] * self.world_size, strategy="PACK")
         undo.callback(remove_placement_group, group)
@@ -255,7 +247,7 @@ class _Rank:
         self._worker.submit(self._join, *settings).result()
 
     def _join(
-        self, rank: int, world_size: int, device: DeviceKind, timeout: float, address: str, port: int, alone: bool
+        self, rank: int, world_size: int, device: str, timeout: float, address: str, port: int, alone: bool
     ) -> None:
         import torch
         import torch.distributed as dist
@@ -358,10 +350,12 @@ def connected() -> Any:
     return ray
 
 
-def device_of_cluster(device: DeviceChoice, world_size: int) -> DeviceKind:
+def device_of_cluster(device: str, world_size: int) -> str:
     """The hardware of ``world_size`` ranks of the Ray cluster; see `RayRanks`."""
     if device == "cpu":
         return "cpu"
+    if device not in ("auto", "cuda"):
+        raise ConfigError(f"Ray counts no devices {device!r}; use auto, cpu or cuda, or --launcher local")
     gpus = int(connected().cluster_resources().get("GPU", 0))
     if device == "auto" and not gpus:
         return "cpu"
@@ -373,7 +367,6 @@ def device_of_cluster(device: DeviceChoice, world_size: int) -> DeviceKind:
     return "cuda"
 
 
-def threads_of_cluster(device: DeviceKind, world_size: int) -> int:
+def threads_of_cluster(device: str, world_size: int) -> int:
     """Threads of each of ``world_size`` ranks of the Ray cluster: its CPUs shared out, at most 8 beside a GPU."""
-    share = max(1, int(connected().cluster_resources().get("CPU", 0)) // world_size)
-    return min(8, share) if device == "cuda" else share
+    return default_threads(world_size, device, int(connected().cluster_resources().get("CPU", 0)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError, RankFailed
 from .backend import Launcher, OnMessage, Watch
-from .devices import DeviceChoice, DeviceKind, check_timeout, join_default_group, resolve_device, use_loopback
+from .devices import check_timeout, join_default_group, resolve_device, use_loopback
 from .failures import lost_peer
 from .log_filter import hide_chatter
 from .meeting import Meeting, join_error, meet
@@ -60,12 +60,12 @@ def from_torchrun() -> bool:
     return torchrun_rank() is not None
 
 
-def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto", quiet: bool = True) -> torch.device:
+def init_from_environment(timeout: float = 600.0, device: str = "auto", quiet: bool = True) -> torch.device:
     """Join the process group that ``torchrun`` describes in the environment, if needed; returns this rank's device.
 
     Args:
         timeout: deadline of every collective, in seconds.
-        device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
+        device: see `RankPool`.
         quiet: hide what torch, diffusers and others say to nobody's use while they are imported, and show the bars of
             loading on rank 0 only. For what is imported later.
 
@@ -85,7 +85,7 @@ def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto",
     return place
 
 
-def _join(timeout: float, device: DeviceChoice) -> tuple[torch.device, Meeting | None]:
+def _join(timeout: float, device: str) -> tuple[torch.device, Meeting | None]:
     """`init_from_environment`; how the ranks have met, if they have done so here."""
     import torch.distributed as dist
 
@@ -122,7 +122,7 @@ class TorchrunRanks(Launcher):
     """
 
     def __init__(
-        self, world_size: int, device: DeviceChoice = "auto", threads: int | None = None, timeout: float = 600.0
+        self, world_size: int, device: str = "auto", threads: int | None = None, timeout: float = 600.0
     ) -> None:
         """Join the process group; see `init_from_environment`. There have to be ``world_size`` ranks."""
         import torch
@@ -136,7 +136,7 @@ class TorchrunRanks(Launcher):
             )
         self._leaves = not dist.is_initialized()
         place, met = _join(timeout, device)
-        self.device: DeviceKind = "cuda" if place.type == "cuda" else "cpu"
+        self.device = place.type
         self._heartbeat = None if met is None or world_size == 1 else met.heartbeat()
         if threads is not None:
             torch.set_num_threads(threads)

@@ -21,12 +21,14 @@ def free_memory(device: torch.device, ranks_here: int = 1) -> float:
         device: of the rank. On a CPU: equal parts of the free memory of the host or of the container's limit.
         ranks_here: that share the host.
     """
-    if device.type == "cuda":
+    from ..core.gpus import has_own_memory
+
+    if has_own_memory(device):
         import torch
 
         # Freed tensors that torch's allocator keeps become the next ones.
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + cached)
+        cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        return float(torch.get_device_module(device).mem_get_info(device)[0] + cached)
     return min(float(psutil.virtual_memory().available), _left_by_limits()) / ranks_here
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -21,11 +21,6 @@ class Card:
     name: str
     memory: float
     runtime: float
-
-    @property
-    def kind(self) -> Literal["cpu", "cuda"]:
-        """``"cpu"`` or ``"cuda"``."""
-        return "cpu" if self.name == "cpu" else "cuda"
 
 
 @cache

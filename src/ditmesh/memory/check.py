@@ -8,7 +8,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ class Demand:
     usual: Workload
     workload: Workload | None
     dtype: torch.dtype
-    kind: Literal["cpu", "cuda"]
+    kind: str
     offload: Offload = "none"
     images: int = 1
     calls: int = 1
@@ -107,7 +107,7 @@ class Demand:
 
         if guidance is None:
             guidance = guided(getattr(diffusers, info.pipeline_class, None), info.transformer)
-        kind, images = "cuda" if device.type == "cuda" else "cpu", 1 if workload is None else workload.pictures
+        kind, images = device.type, 1 if workload is None else workload.pictures
         parts, usual = components_of(info, without), workload_of(info)
         return cls(parts, usual, workload, dtype, kind, offload, images, calls, 1 + guidance)
 
@@ -121,7 +121,7 @@ class Demand:
         if config.inputs == "per-data-rank":
             # Every group has a call of its own.
             config = config.model_copy(update={"data": 1, "inputs": "broadcast"})
-        every = needs(self.components, config, request, self.dtype, self.runtime, self.offload, self.kind == "cuda")
+        every = needs(self.components, config, request, self.dtype, self.runtime, self.offload, self.kind != "cpu")
         loading = self.workload is None and not usual
         phase = max((rank.phases[0] if loading else rank.peak for rank in every), key=lambda phase: phase.total)
         return phase.total, phase.name
@@ -191,7 +191,7 @@ class Demand:
     def fitting(self, world_size: int, room: float, limited: bool) -> WayOut:
         """A configuration that fits, with the options to type: on as many devices first, then on more."""
         # More ranks of a CPU have less memory each.
-        more = self.kind == "cuda" or limited
+        more = self.kind != "cpu" or limited
         kinds: tuple[Offload, ...] = ("none", "model", "group")
         if self.kind == "cpu" or self.offload != "none":
             kinds = (self.offload,)

@@ -16,7 +16,7 @@ from ..engine import ConfigLike
 from ..errors import ConfigError, InputError, RankFailed
 from ..generate.model_info import find_model
 from ..generate.modular import download
-from ..launch import DeviceChoice, RankPool
+from ..launch import RankPool
 from ..launch.failures import Failure, rank_failed
 from ..launch.messages import encode_call
 from .pipeline import RemoteCall, RemotePipeline
@@ -39,7 +39,7 @@ class Ranks:
     def __init__(
         self,
         devices: int,
-        device: DeviceChoice = "auto",
+        device: str = "auto",
         threads: int | None = None,
         timeout: float = 600.0,
         *,
@@ -49,8 +49,8 @@ class Ranks:
 
         Args:
             devices: number of ranks, each on its own GPU or sharing the CPU's cores.
-            device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
-            threads: threads of each rank; default: an equal share of the physical cores (at most 8 on CUDA).
+            device: see `RankPool`.
+            threads: threads of each rank; default: an equal share of the physical cores (at most 8 on GPUs).
             timeout: deadline of every collective, in seconds.
             import_main: ranks import the program's main module, so that its functions can be sent to them. False is for
                 applications, where importing the main module would start the application.

@@ -107,8 +107,8 @@ def free(key: str) -> None:
     _pipelines.pop(key, None)
     # The mesh frees its groups; every rank does so here.
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        torch.get_device_module().empty_cache()
 
 
 def call_method(pipe: Any, path: str, arguments: SentArguments) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -95,7 +95,7 @@ class ServiceSettings(BaseModel):
 
     devices: int = Field(default=1, ge=1)
     replicas: int = Field(default=1, ge=1)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
     threads: int | None = None
     timeout: float = 600.0
     launcher: str | None = None

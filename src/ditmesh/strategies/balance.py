@@ -69,7 +69,7 @@ class Balance:
 
 def median_seconds(work: Callable[[], Any], device: torch.device | str) -> float:
     """The median time of ``work``, after one run that does not count."""
-    wait = partial(torch.cuda.synchronize, device) if torch.device(device).type == "cuda" else lambda: None
+    wait = partial(torch.accelerator.synchronize, device) if torch.device(device).type != "cpu" else lambda: None
     seconds = []
     for _ in range(1 + RUNS):
         wait()

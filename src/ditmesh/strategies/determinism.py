@@ -122,6 +122,8 @@ class FixedArithmetic(Strategy):
 
     def apply(self, undo: ExitStack) -> None:
         mesh = self.context.mesh
+        if (kind := mesh.device.type) not in ("cpu", "cuda", "meta"):
+            raise ConfigError(f"reproducible is for cpu and cuda, not {kind}; leave it out, or use --device cpu")
         # Fake devices, on which memory is counted and rules are tested, have no properties.
         if mesh.device.type == "cuda" and mesh.world_size > 1 and torch.cuda.is_available():
             refuse_unlike(mesh.world.all_gather_object(gpu_facts(mesh.device)))

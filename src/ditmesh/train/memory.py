@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.objects import broadcast_object, gather_objects
+from ..core.gpus import has_own_memory
 from ..errors import DitmeshError, InputError
 from ..generate.model_info import ModelInfo, find_model
 from ..layout.probe import meta_model
@@ -47,7 +48,7 @@ def estimated_memory(
     """Bytes of a rank while it encodes samples and in a step, by kind, without activations.
 
     Args:
-        device: ``cpu`` or ``cuda``; encoders that a cache replaces leave the latter.
+        device: ``cpu`` or another; encoders that a cache replaces leave the latter.
         process: bytes of a process without a model.
 
     Raises:
@@ -66,7 +67,7 @@ def estimated_memory(
     if config.model.sharding == "fsdp":
         shards = ranks.data * ranks.ulysses * ranks.ring
     trained, frozen = (whole / (shards * ranks.tensor) for whole in (trained, frozen))
-    is_released = device == "cuda" and config.data.cache_dir is not None and config.keeps_text
+    is_released = device != "cpu" and config.data.cache_dir is not None and config.keeps_text
     without_state = optimizer_name(config) == "SGD" and not config.optimizer.args
     step = {"gradients": trained, "optimizer": 0.0 if without_state else state_per_weight(config) * trained}
     step |= {
@@ -126,7 +127,7 @@ def predicted_training(config: TrainConfig, hardware: str = "cpu") -> dict[str, 
     """The memory of a run's ranks on a device of `plan`'s table, as JSON data; nothing is read but configurations."""
     part = card(hardware)
     components = _components(config)
-    phases = estimated_memory(components, config, "cpu" if part.kind == "cpu" else "cuda", part.runtime)
+    phases = estimated_memory(components, config, part.name, part.runtime)
     peak = max(phases, key=lambda name: phases[name]["total"])
     rank = {"stage": 0, "ranks": config.parallel.world_size, "phases": phases, "peak": peak}
     return {
@@ -152,7 +153,7 @@ def _components(config: TrainConfig) -> Components:
 def least_memory(config: TrainConfig) -> float | None:
     """Bytes of a rank without activations; None: they are not known."""
     try:
-        phases = estimated_memory(_components(config), config, "cuda" if torch.cuda.is_available() else "cpu")
+        phases = estimated_memory(_components(config), config, "gpu" if torch.accelerator.is_available() else "cpu")
     except (DitmeshError, OSError, *FAILURES) as error:
         log.debug("the memory of training is not known: %s", error)
         return None
@@ -188,7 +189,7 @@ def check_training_memory(
 
 def peak_bytes(device: torch.device) -> int:
     """The most memory that this process has had: on a GPU of tensors there, else of all of it."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if has_own_memory(device):
+        return torch.accelerator.max_memory_allocated(device)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kilobytes if sys.platform == "darwin" else kilobytes * 1024

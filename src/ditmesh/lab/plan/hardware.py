@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Literal
 
 import torch
 
@@ -37,11 +36,6 @@ class Device:
     launch: float
     ahead: bool
     runtime: float
-
-    @property
-    def kind(self) -> Literal["cpu", "cuda"]:
-        """``"cpu"`` or ``"cuda"``."""
-        return "cuda" if self.ahead else "cpu"
 
 
 @dataclass(frozen=True)

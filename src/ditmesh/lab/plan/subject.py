@@ -89,7 +89,7 @@ def subject(
         workload,
         workload,
         DTYPES[dtype],
-        hardware.device.kind,
+        hardware.device.name,
         offload,
         images=pictures,
         branches=workload.branches,

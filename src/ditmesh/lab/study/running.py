@@ -406,7 +406,7 @@ def generate_on_ranks(setup: Setup, cell: Cell, backend: str | None) -> tuple[np
     """The images of real ranks, and for every rank its seconds, those in collectives, and bytes sent by axis."""
     from ...launch import launcher
 
-    with launcher(backend, cell.devices, "cuda" if setup.device == "cuda" else "cpu", threads=1) as pool:
+    with launcher(backend, cell.devices, setup.device, threads=1) as pool:
         results = pool.run(rank_of_cell, setup, cell)
     return results[0][0], [times for _, times in results]
 

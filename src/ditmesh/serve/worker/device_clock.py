@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +31,13 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self.seconds = 0.0
-        self._on_gpu = device.type == "cuda"
+        self._device = device
         self._under_way: deque[tuple[Any, Any]] = deque()
 
     @contextmanager
     def span(self) -> Iterator[None]:
         """The length of a ``with`` block is a span, also when it raises."""
-        if not self._on_gpu:
+        if self._device.type == "cpu":
             began = time.perf_counter()
             try:
                 yield
@@ -47,8 +48,9 @@ class DeviceClock:
             start, end = self._under_way.popleft()
             end.synchronize()
             self.seconds = start.elapsed_time(end) / 1e3
-        # The host sleeps where it waits, and leaves the processor to others.
-        start, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+        # The host sleeps where it waits, and leaves the processor to others; torch's events for all devices cannot.
+        make = partial(torch.cuda.Event, blocking=True) if self._device.type == "cuda" else torch.Event
+        start, end = (make(enable_timing=True) for _ in range(2))
         start.record()
         try:
             yield

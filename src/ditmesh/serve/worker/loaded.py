@@ -122,8 +122,8 @@ class LoadedModel:
         del self.batcher
         # The mesh frees its groups; weights are not restored.
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if torch.accelerator.is_available():
+            torch.get_device_module().empty_cache()
 
     # --- opening -----------------------------------------------------------------------------------------------
 

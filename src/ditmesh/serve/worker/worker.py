@@ -23,6 +23,7 @@ import torch
 
 from ...comm import PeerError
 from ...comm.backends import device_of_rank
+from ...core.gpus import has_own_memory
 from ...errors import DitmeshError, InputError
 from ...generate.arguments import CALLBACK
 from ...generate.modular import call_parameters
@@ -206,8 +207,8 @@ class RankWorker:
         if now - self._state_time < STATE_INTERVAL:
             return None
         self._state_time, device = now, self._device
-        if device.type == "cuda":
-            memory = int(torch.cuda.memory_allocated(device))
+        if has_own_memory(device):
+            memory = torch.accelerator.memory_allocated(device)
         else:
             import psutil
 
