@@ -110,7 +110,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "and cells that did not run stay as they are",
     )
     parser.addoption(
-        "--write-faults", action="store_true", help="write what the fault drills found to docs/reliability.md"
+        "--write-faults", action="store_true", help="write what the fault drills found to docs/lab/faults.md"
     )
 
 

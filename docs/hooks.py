@@ -30,4 +30,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         readme = re.sub(r"^\[(中文|English)\]\(README.*?\) · ", "", readme, flags=re.MULTILINE)
         markdown = re.sub(r"\]\((?!https?://|#)([^)]+)\)", from_docs, readme) + "\n" + markdown
     markdown = re.sub(r"\]\(\.\./README(?:\.zh-CN)?\.md(#[^)]*)?\)", r"](index.md\1)", markdown)
-    return re.sub(r"\]\(\.\./([^)]+)\)", rf"]({config.repo_url}/blob/main/\1)", markdown)
+    # From a page in a folder, such as lab/, one more step up leads out.
+    out = r"\.\./" * (page.file.src_uri.count("/") + 1)
+    return re.sub(rf"\]\({out}([^)]+)\)", rf"]({config.repo_url}/blob/main/\1)", markdown)

@@ -117,7 +117,7 @@ class ParallelConfig(BaseModel):
             before. ``"displaced"``: those of the previous step (DistriFusion, Li et al. 2024, arXiv:2402.19481);
             ``"naive"``: none, a lossy baseline. The last two run without Ulysses.
         patches: ``patches=4`` on one device gives the image of ``pipe=4, patches=4``.
-        warmup, compress, predict: see docs/staleness.md.
+        warmup, compress, predict: see docs/stale.md.
         speeds: not with ``pipe``; ``"auto"`` measures them while the first steps run. The result stays the same.
         reproducible: the same bits as of one device with the same setting (with PipeFusion the same patches).
         attention: None: the model's own. Ring attention supports kernels that return their log-sum-exp: see

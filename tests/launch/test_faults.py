@@ -1,7 +1,7 @@
 """Faults on one rank of several: a right picture or an error on every rank, never a wrong one; weights come back.
 
 ``make test`` runs a sample under fixed seeds, ``make test-all`` every operation of every rank; what the latter finds,
-``--write-faults`` writes to docs/reliability.md.
+``--write-faults`` writes to docs/lab/faults.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from support.faults import (
 from support.processes import alive
 from support.tensor import bits, same_bits
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parents[2] / "docs" / "lab" / "faults.md"
 SIGNALS = (signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL)
 # Seconds that a rank waits for one that is stopped.
 PATIENCE = 2.0
@@ -47,7 +47,7 @@ PATIENCE = 2.0
 
 @pytest.fixture(scope="module")
 def outcomes(request) -> Any:
-    """Cells of the tables in docs/reliability.md, ``[table][strategy][column]``; written with --write-faults."""
+    """Cells of the tables in docs/lab/faults.md, ``[table][strategy][column]``; written with --write-faults."""
     tables: dict[str, dict[str, dict[str, str]]] = {"faults": {}, "signals": {}}
     yield tables
     page = PAGE.read_text(encoding="utf-8")

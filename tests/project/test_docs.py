@@ -20,7 +20,7 @@ import pytest
 from support import hub
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(*languages: str) -> list[Block]:
@@ -229,16 +229,18 @@ def test_links_of_the_repository():
     assert wrong == []
 
 
-def test_the_guide_to_training_is_translated_whole():
-    """Headings of the same levels, the same programs, and as many points and rows of tables under each."""
+@pytest.mark.parametrize("page", ["training", "stale"])
+def test_a_page_of_the_manual_is_translated_whole(page):
+    """Headings of the same levels, the same programs and figures of tables, and as many points and rows under each."""
     shapes = []
-    for name in ("training.md", "training.zh.md"):
+    for name in (f"{page}.md", f"{page}.zh.md"):
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")
         programs = re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
         parts = re.split(r"^(#+) .*$", plain, flags=re.MULTILINE)[1:]
         counts = [part if part[0] == "#" else tuple(map(part.count, ("\n* ", "\n|"))) for part in parts]
-        shapes.append(([Block("", program).meaning() for program in programs], counts))
+        numbers = re.findall(r"\d+\.\d+", "".join(re.findall(r"^\|.*", plain, re.MULTILINE)))
+        shapes.append(([Block("", program).meaning() for program in programs], counts, numbers))
     assert shapes[0] == shapes[1]
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 import ditmesh
 from ditmesh.generate.model_info import find_model
 from ditmesh.memory.check import components_of
-from ditmesh.train.memory import check_training_memory, estimated_memory, least_memory
+from ditmesh.train.config import TrainConfig
+from ditmesh.train.memory import check_training_memory, estimated_memory, least_memory, predicted_training
 from ditmesh.train.model.frozen import read_pipeline_frozen
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
@@ -94,6 +97,17 @@ def test_encoders_that_a_cache_replaces_are_in_no_step_of_a_gpu(data, tmp_path):
         found = estimated_memory(components, configured(settings(data, tmp_path, lora={}, **more)), device)
         assert found["encode"]["others"] > 0
         assert found["step"]["others"] == (found["encode"]["others"] if is_there else 0)
+
+
+def test_the_guide_has_what_the_command_predicts():
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    run = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    rows = re.findall(r"^\| \S+ \| `(.+?)` \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    assert len(rows) == 7
+    for name, *gigabytes in rows:
+        result = predicted_training(TrainConfig.read({**run, "pretrained_model_name_or_path": name}), "4090")
+        phases = result["ranks"][0]["phases"]
+        assert [f"{phases[phase]['total'] / 1e9:.1f}" for phase in ("encode", "step")] == gigabytes
 
 
 def test_a_run_that_cannot_fit_is_refused(data, tmp_path):

@@ -1,4 +1,4 @@
-"""The tutorial of docs/training.md: its blocks in their order, with fewer steps, and without the network."""
+"""The experiment of docs/lab/training.md: its blocks in their order, with fewer steps, and without the network."""
 
 from __future__ import annotations
 
@@ -15,19 +15,14 @@ from PIL import Image
 from support.train import emoji
 
 ROOT = Path(__file__).parents[2]
-HEADING = "## Tutorial: teach the embedded model a new emoji with LoRA\n"
-# What makes a run of minutes one of seconds; on the command line, where the file stays as it is.
-SHORTER = {
-    "--prompts keep.txt": "--prompts keep.txt --steps 2",
-    "--devices 2\n": "--devices 2 --set optimizer.max_train_steps=24 --set optimizer.learning_rate=5e-3"
-    " --set optimizer.lr_warmup_steps=2"
-    " --set optimizer.global_batch_size=4 --set optimizer.train_batch_size=2\n",
-}
+HEADING = "## A LoRA that teaches the embedded model a new emoji\n"
+# Settings of a run of seconds; on the command line, where the file stays as it is.
+FAST = ["max_train_steps=24", "learning_rate=5e-3", "lr_warmup_steps=2", "global_batch_size=4", "train_batch_size=2"]
 
 
 def blocks() -> list[tuple[str, str]]:
     """Language and text of the tutorial's blocks."""
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "lab" / "training.md").read_text(encoding="utf-8")
     section = page[page.index(HEADING) + len(HEADING) :]
     return re.findall(r"^```(\w+)\n(.*?)^```", section.partition("\n## ")[0], re.DOTALL | re.MULTILINE)
 
@@ -44,7 +39,6 @@ def test_the_tutorial_teaches_a_new_emoji(tmp_path):
     picture = Image.fromarray(np.ascontiguousarray(known[::-1, :, [2, 0, 1]])).resize((64, 64))
     picture.save(tmp_path / "leaf.webp", lossless=True)
     target = np.asarray(picture, float)
-
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -60,20 +54,10 @@ def test_the_tutorial_teaches_a_new_emoji(tmp_path):
 
     run("ditmesh", "generate", "a red leaf", "--out", "before", "--device", "cpu")
     # Texts fetch the picture from the network.
-    found = [(language, text) for language, text in blocks() if language != "text"]
-    assert [language for language, _ in found] == ["bash", "python", "yaml", "bash", "python"]
-    for language, text in found:
-        if language == "yaml":
-            (tmp_path / "emoji-lora.yaml").write_text(text, encoding="utf-8")
-        elif language == "python":
-            (tmp_path / "pasted.py").write_text(text, encoding="utf-8")
-            run(sys.executable, "pasted.py")
-        else:
-            for full, short in SHORTER.items():
-                text = text.replace(full, short)
-            run("bash", "-e", "-c", text)
+    prepare, settings, train = (text for language, text in blocks() if language != "text")
+    run("bash", "-e", "-c", prepare.replace("--prompts keep.txt", "--prompts keep.txt --steps 2"))
+    (tmp_path / "emoji-lora.yaml").write_text(settings, encoding="utf-8")
+    run("bash", "-e", "-c", train.replace("--devices 2\n", " --set optimizer.".join(["--devices 2", *FAST]) + "\n"))
     (before,) = (tmp_path / "before").glob("*.png")
     (after,) = (tmp_path / "pictures").glob("*a-red-leaf*.png")
     assert far(after, target) < 0.7 * far(before, target)
-    # The program draws what the command drew.
-    assert far(tmp_path / "a red leaf.png", np.asarray(Image.open(after).convert("RGB"), float)) < 1.0

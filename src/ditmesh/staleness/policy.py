@@ -98,7 +98,7 @@ class Adaptive:
 
     A stale step attends to keys that are off by one step's drift d, on a share f of the tokens ((N - 1) / N on N
     devices), of which w = (σ - σ') / √(s² (1 - σ)² + σ²) reaches the image: the sampling equation, linearised for
-    images that spread by s = 0.5 (Karras et al. 2022, arXiv:2206.00364; derived in docs/staleness.md). The predicted
+    images that spread by s = 0.5 (Karras et al. 2022, arXiv:2206.00364; derived in docs/lab/stale.md). The predicted
     error of a step is d w f, and that of several the root of the sum of their squares. Drift is predicted in proportion
     to the share of the signal-to-noise ratio that is new since the step before, by the factor of the latest two steps.
     Of this and all coming steps those stay stale that fit in the budget, smallest error first; never the first step.

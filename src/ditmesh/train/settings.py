@@ -53,7 +53,7 @@ class LoraConfig(SettingsGroup):
     )
     comfyui: bool = Field(
         default=False,
-        description="Save the adapter in ComfyUI's names as well, as ``comfyui.safetensors``: of Wan, LTX, Lumina 2 "
+        description="Save the adapter in ComfyUI's names as well, as ``comfyui.safetensors``: of Wan, LTX "
         "and HunyuanVideo it knows no others.",
     )
 
