@@ -69,16 +69,13 @@ def is_published(model: nn.Module, lists: Iterable[str]) -> bool:
             continue
         for block in blocks.children():
             # The wrapper that torch.compile puts around a block.
-            inner = getattr(block, "_orig_mod", block)
-            found = library_class(type(inner))
+            found = library_class(type(getattr(block, "_orig_mod", block)))
             if found is None or named.get(found.__name__) is not found:
                 return False
         modules = [*blocks.modules()]
-        # A class stands for all its modules, but for those with a forward of their own.
-        kinds = {type(part) for module in modules for part in (module, getattr(module, "processor", None))}
-        kinds.discard(type(None))
-        own = [vars(module)["forward"] for module in modules if "forward" in vars(module)]
-        if not _is_of_layers(*kinds, *(kind.forward for kind in {*map(type, modules)}), *own):
+        kinds = {type(part) for one in modules for part in (one, getattr(one, "processor", None)) if part is not None}
+        forwards = {id(own): own for own in (vars(one).get("forward", type(one).forward) for one in modules)}
+        if not _is_of_layers(*kinds, *forwards.values()):
             return False
     return True
 
