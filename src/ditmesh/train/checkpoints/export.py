@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...errors import InputError
+from ...generate.modular import INDEX
 from ..config import TrainConfig
 from ..model.adapters import save_adapters
 from .checkpoint import MANIFEST, broken
@@ -38,6 +39,8 @@ def export(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
     try:
         with written_atomically(folder) as part:
             _write(pipe, weights, config, model, part)
+            if (index := part / INDEX).is_file():
+                _name_folder(index, folder)
     except (OSError, SafetensorError) as error:
         checkpoint = Path(config.output_dir) / f"checkpoint-{step}"
         where = "the weights of the last step are in no checkpoint; go on from the last one with --resume"
@@ -45,6 +48,16 @@ def export(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
             where = f"the weights of step {step} are in {checkpoint}: free some space and use --resume"
         raise InputError(f"{folder} cannot be written ({error}); {where}") from error
     return folder
+
+
+def _name_folder(index: Path, folder: Path) -> None:
+    """The components of a modular pipeline, in the folder that they were written to, are in another one from now on."""
+    content = json.loads(index.read_text(encoding="utf-8"))
+    for entry in content.values():
+        place = entry[-1] if isinstance(entry, list) and isinstance(entry[-1], dict) else {}
+        if place.get("pretrained_model_name_or_path") == str(index.parent):
+            place["pretrained_model_name_or_path"] = str(folder.absolute())
+    index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -85,6 +98,7 @@ def _write(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
     if config.lora is not None:
         save_adapters(pipe, weights, config, folder)
         return
+    modular = hasattr(pipe, "register_components")
     for name in config.model.train_modules:
         state = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}
         if name == config.denoiser:
@@ -92,10 +106,10 @@ def _write(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
             with init_empty_weights():
                 fresh = cast(Any, model).from_config(getattr(pipe, name).config)
             fresh.load_state_dict(state, assign=True)
-            pipe.register_modules(**{name: fresh})
+            (pipe.register_components if modular else pipe.register_modules)(**{name: fresh})
         else:
             pipe.components[name].load_state_dict(state)
-    pipe.save_pretrained(str(folder))
+    pipe.save_pretrained(str(folder), **({"overwrite_modular_index": True} if modular else {}))
     for file in folder.rglob("*.json"):
         content = json.loads(file.read_text(encoding="utf-8"))
         # A local path.
