@@ -76,12 +76,7 @@ def test_activations_of_a_step_are_those_that_are_alive(ranks: Callable[[int], R
     request = workload_of(info, (64, 64), 16)
     size = ParallelConfig(**config).world_size
     found = max(ranks(size).run(taken, config))
-    guess = needs(
-        components_of(info),
-        ParallelConfig(**{**config, "shared_memory": False}),
-        request,
-        torch.float32,
-    )
+    guess = needs(components_of(info), ParallelConfig(**config, shared_memory=False), request, torch.float32)
     step = next(phase for phase in guess[0].phases if phase.name == "denoise")
     assert step.activations == pytest.approx(found, rel=0.1)
 
@@ -155,11 +150,9 @@ def test_stale_keys_are_kept_until_decoding():
 
 
 def test_models_that_ship_batch_guidance_as_their_pipelines_do():
-    others = {"cogvideox-2b": "CogVideoXPipeline", "cogvideox-5b": "CogVideoXPipeline", "ltx-video": "LTXPipeline"}
-    others |= {"mochi-1": "MochiPipeline", "sana-1.6b": "SanaPipeline"}
     for name, shape in shapes().items():
         if shape.branches > 1:
-            assert shape.batched == batched(shape.pipeline or others[name]), name
+            assert shape.batched == batched(shape.pipeline), name
 
 
 def refused(limit: float | None) -> str:

@@ -75,7 +75,7 @@ def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
     return inputs
 
 
-def _guider(pipe: Any, blocks: Any) -> Any | None:
+def _guider(pipe: Any, blocks: Any) -> Any:
     """The guider that takes the guidance of a request, of a class the usual one; None: an input does, or nothing."""
     guider = getattr(pipe, "guider", None)
     if isinstance(pipe, type):
@@ -86,11 +86,7 @@ def _guider(pipe: Any, blocks: Any) -> Any | None:
 
 @contextmanager
 def guided_by(pipe: Any, arguments: dict[str, Any]) -> Iterator[None]:
-    """Give the guider of a modular pipeline the guidance of a call's arguments, which its blocks do not take.
-
-    Raises:
-        InputError: the guider takes none.
-    """
+    """Give a modular pipeline's guider the guidance that its blocks do not take; `InputError`: it has no scale."""
     from diffusers.modular_pipelines.modular_pipeline import ModularPipeline
 
     with ExitStack() as undo:
