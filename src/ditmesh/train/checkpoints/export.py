@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...errors import InputError
-from ...generate.modular import INDEX
 from ..config import TrainConfig
 from ..model.adapters import save_adapters
 from .checkpoint import MANIFEST, broken
@@ -39,8 +38,6 @@ def export(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
     try:
         with written_atomically(folder) as part:
             _write(pipe, weights, config, model, part)
-            if (index := part / INDEX).is_file():
-                _name_folder(index, folder)
     except (OSError, SafetensorError) as error:
         checkpoint = Path(config.output_dir) / f"checkpoint-{step}"
         where = "the weights of the last step are in no checkpoint; go on from the last one with --resume"
@@ -48,16 +45,6 @@ def export(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
             where = f"the weights of step {step} are in {checkpoint}: free some space and use --resume"
         raise InputError(f"{folder} cannot be written ({error}); {where}") from error
     return folder
-
-
-def _name_folder(index: Path, folder: Path) -> None:
-    """The components of a modular pipeline, in the folder that they were written to, are in another one from now on."""
-    content = json.loads(index.read_text(encoding="utf-8"))
-    for entry in content.values():
-        place = entry[-1] if isinstance(entry, list) and isinstance(entry[-1], dict) else {}
-        if place.get("pretrained_model_name_or_path") == str(index.parent):
-            place["pretrained_model_name_or_path"] = str(folder.absolute())
-    index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
