@@ -107,7 +107,7 @@ def case_of(name: str, scale: float, blocks: int | None) -> Case:
     rows, cols = (max(1, round(side * scale / known.pixels)) for side in (height, width))
     settings = known.config if blocks is None else {**known.config, "num_layers": blocks}
     size = cols * known.pixels, rows * known.pixels
-    return Case(name, known.transformer, settings, size, rows, cols, (frames - 1) // known.frames + 1, known.text)
+    return Case(name, known.transformer, settings, size, rows, cols, known.frames.latents_of(frames), known.text)
 
 
 def save(case: Case, folder: Path) -> int:

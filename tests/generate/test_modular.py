@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -22,15 +24,19 @@ from ditmesh.generate.model_info import find_model, parameters_of
 from ditmesh.generate.modular import INDEX, call_parameters, guided_by
 from ditmesh.generate.receipt import read_receipt
 from ditmesh.layout.probe import meta_model
-from ditmesh.memory.phases import Component, Components, needs
-from ditmesh.memory.sizes import Workload
+from ditmesh.memory.catalogue import shapes
+from ditmesh.memory.check import components_of_shape
+from ditmesh.memory.phases import needs
+from ditmesh.memory.sizes import workload_of
 from ditmesh.serve.offers import ModelSpec
 from ditmesh.strategies.tensor.slices import plan_slices, share_cut
+from ditmesh.train.run import train
 from support import exam
 from support.batching import Owner, at_once, picture, pixels, task
 from support.exam import EXAMS
 from support.parity import largest_error, tensors
 from support.tiny import save_tiny_sd3
+from support.train import configured, folder_of
 
 CALL = {"prompt": "a red fox", "height": 32, "width": 32, "num_inference_steps": 2}
 
@@ -113,29 +119,32 @@ def test_minimax_h3_at_its_true_width():
 def test_the_memory_of_minimax_h3_on_known_machines():
     rows = re.findall(r"\| (\d+) x (\d+) GB \| (\d+) x (\d+) \| `(\{.*\})` \| ([\d.]+) \|\n", RECIPES)
     assert len(rows) == 3
-    parts = Components("MiniMax-H3", (Component("MiniMaxH3Transformer3DModel", {}),))
+    shape = shapes()["minimax-h3"]
+    parts = replace(components_of_shape(shape), encoders={}, other=0.0)
     for devices, room, width, height, written, figure in rows:
         config = ditmesh.ParallelConfig(**json.loads(written))
-        # 124 frames are 37 of latents.
-        size = Workload(int(height) // 32, int(width) // 32, 37, text=512, branches=1, steps=50)
+        size = replace(workload_of(shape, (int(width), int(height))), steps=50)
         (rank,) = needs(parts, config, size, torch.bfloat16, process=0.7e9, gpu=True)
         assert f"{rank.peak.total / 1e9:.1f}" == figure
         assert float(figure) < int(room)
         assert config.world_size == int(devices)
 
 
+def code_of(*words: str) -> Any:
+    """With which a command ends."""
+    with pytest.raises(SystemExit) as ended:
+        main([*words])
+    return ended.value.code
+
+
 def test_generated_and_drawn_again(saved, truth, kept_ranks, capsys, tmp_path):
     words = ["generate", CALL["prompt"], "--model", str(saved), "--devices", "2", "--ulysses", "2", "--steps", "2"]
-    with pytest.raises(SystemExit) as ended:
-        main([*words, "--size", "32x32", "--threads", "1", "--out", str(tmp_path)])
-    assert not ended.value.code
+    assert not code_of(*words, "--size", "32x32", "--threads", "1", "--out", str(tmp_path))
     (file,) = tmp_path.glob("*.png")
     assert abs(pixels(Image.open(file)) - truth).max() <= 1
     # The guider's own.
     assert read_receipt(file).guidance == 7.0
-    with pytest.raises(SystemExit) as ended:
-        main(["replay", str(file), "--model", str(saved), "--threads", "1", "--out", str(tmp_path / "again")])
-    assert not ended.value.code
+    assert not code_of("replay", str(file), "--model", str(saved), "--threads", "1", "--out", str(tmp_path / "again"))
     assert "the same pixels" in capsys.readouterr().out
 
 
@@ -155,6 +164,26 @@ def test_a_guider_has_the_guidance_of_a_call(saved):
         assert given == {"prompt": "a red fox"}
     assert pipe.guider.guidance_scale == 7.0
     assert call_parameters(pipe)["guidance_scale"].default == 7.0
+    pipe.guider = SimpleNamespace()
+    assert "guidance_scale" not in call_parameters(pipe)
+    refusal = pytest.raises(ditmesh.InputError, match=r"guidance 1\.5: .* no guider with a guidance_scale, but SimpleN")
+    with refusal, guided_by(pipe, {"guidance_scale": 1.5}):
+        pass
+
+
+def test_trained_as_in_the_other_form(saved, tmp_path):
+    """To the same bits; what is written is a modular pipeline again, which diffusers reads."""
+    data, weights = folder_of(tmp_path / "data", 2, 32), set()
+    asked = {"train_data_dir": str(data), "resolution": 32, "max_train_steps": 2, "learning_rate": 1e-2}
+    for model in (saved.parent / "tiny-sd3", saved):
+        places = {"pretrained_model_name_or_path": str(model), "output_dir": str(tmp_path / model.name)}
+        made = train(configured({**asked, **places, "train_batch_size": 2, "reproducible": True}))
+        weights.add(made["weights"])
+    assert len(weights) == 1
+    before, after = (diffusers.ModularPipeline.from_pretrained(str(folder)) for folder in (saved, made["pipeline"]))
+    for pipe in (before, after):
+        pipe.load_components()
+    assert abs(drawn(after) - drawn(before)).max() > 1
 
 
 def test_inputs_are_those_of_the_blocks():
@@ -188,7 +217,5 @@ def test_what_is_not_there_is_said(saved, tmp_path, capsys):
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "cannot be loaded by diffusers" in refused(damaged)
     assert find_model(saved).modular
-    with pytest.raises(SystemExit) as ended:
-        main(["generate", "a fox", "--model", str(saved), "--frames", "9", "--out", str(tmp_path / "out")])
-    assert ended.value.code
+    assert code_of("generate", "a fox", "--model", str(saved), "--frames", "9", "--out", str(tmp_path / "out"))
     assert "StableDiffusion3ModularPipeline generates images; leave --frames out" in capsys.readouterr().err

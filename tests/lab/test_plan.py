@@ -21,7 +21,6 @@ from ditmesh.core.clock import timestep_of
 from ditmesh.lab.plan.hardware import device, link, machine
 from ditmesh.lab.plan.roofline import predict, synchronous_steps
 from ditmesh.lab.plan.step import Steps, steps_of
-from ditmesh.lab.plan.subject import subject
 from ditmesh.layout.conventions import Size
 from ditmesh.memory.cards import parts
 from ditmesh.memory.catalogue import shapes
@@ -201,7 +200,3 @@ def test_published_tables_have_a_source_and_fit_the_catalogue(path):
     for row in table["rows"]:
         assert ParallelConfig(**row["config"]).world_size <= made.devices
         assert row["seconds"] > 0
-
-
-def test_a_subject_of_a_folder_has_its_name():
-    assert subject("emoji-sd3", machine("h100", 1)).repository == "emoji-sd3"

@@ -50,7 +50,7 @@ def test_weights_that_are_away(name: str) -> None:
     shape = shapes()[name]
     workload = replace(workload_of(shape), branches=2, steps=50)
     ahead = computed_ahead(shape.transformer, shape.config, 1, workload, torch.bfloat16)
-    components = replace(components_of_shape(shape), encoders={}, vae=None)
+    components = replace(components_of_shape(shape), encoders={}, vae=None, other=0.0)
     (without,) = needs(components, ParallelConfig(), workload, torch.bfloat16, gpu=True)
     (rank,) = needs(components, ParallelConfig(precompute=True), workload, torch.bfloat16, gpu=True)
     loaded, denoising = rank.phases
@@ -134,7 +134,7 @@ def test_the_peak_is_lower_by_what_goes_ahead(name: str) -> None:
     """Counted in a request of four steps at the model's own size, by the bytes of tensors without values."""
     shape = shapes()[name]
     workload = replace(workload_of(shape), branches=1, steps=4)
-    components = replace(components_of_shape(shape), encoders={}, vae=None)
+    components = replace(components_of_shape(shape), encoders={}, vae=None, other=0.0)
     away = computed_ahead(shape.transformer, shape.config, 1, workload, torch.bfloat16)
     whole, before, _ = counted_bytes(name, False, 4)
     loaded, most, kept = counted_bytes(name, True, 4)
@@ -180,7 +180,7 @@ def test_operations_that_are_saved(name: str) -> None:
 def test_what_goes_ahead_is_not_in_pieces() -> None:
     shape = shapes()["pixart-sigma"]
     workload = replace(workload_of(shape), branches=2, steps=50)
-    components = replace(components_of_shape(shape), encoders={}, vae=None)
+    components = replace(components_of_shape(shape), encoders={}, vae=None, other=0.0)
     config = {"ulysses": 2, "shard": 2}
     away = computed_ahead(shape.transformer, shape.config, 1, workload, torch.bfloat16)
     (pieces,), (rank,), (cpu,) = (

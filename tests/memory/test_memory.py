@@ -150,11 +150,9 @@ def test_stale_keys_are_kept_until_decoding():
 
 
 def test_models_that_ship_batch_guidance_as_their_pipelines_do():
-    others = {"cogvideox-2b": "CogVideoXPipeline", "cogvideox-5b": "CogVideoXPipeline", "ltx-video": "LTXPipeline"}
-    others |= {"mochi-1": "MochiPipeline", "sana-1.6b": "SanaPipeline"}
     for name, shape in shapes().items():
         if shape.branches > 1:
-            assert shape.batched == batched(shape.pipeline or others[name]), name
+            assert shape.batched == batched(shape.pipeline), name
 
 
 def refused(limit: float | None) -> str:

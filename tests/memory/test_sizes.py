@@ -18,7 +18,7 @@ from ditmesh.errors import InputError
 from ditmesh.generate import runner
 from ditmesh.generate.arguments import check_call
 from ditmesh.generate.job import PictureJob, check_config, check_content
-from ditmesh.generate.model_info import ModelInfo, find_model
+from ditmesh.generate.model_info import FrameCounts, ModelInfo, find_model
 from ditmesh.generate.modular import call_parameters
 from ditmesh.lab.plan.hardware import machine
 from ditmesh.lab.plan.subject import subject
@@ -33,17 +33,10 @@ from support.more_pipelines import FAMILIES, draw
 WAN = {"_class_name": "AutoencoderKLWan", "z_dim": 16, "temperal_downsample": [False, True, True]}
 COG = {"_class_name": "AutoencoderKLCogVideoX", "temporal_compression_ratio": 4, "block_out_channels": [1, 2, 3, 4]}
 HUNYUAN = {"_class_name": "AutoencoderKLHunyuanVideo", "spatial_compression_ratio": 8, "temporal_compression_ratio": 4}
-LTX = {
-    "_class_name": "AutoencoderKLLTXVideo",
-    "spatio_temporal_scaling": [True, True, True, False],
-    "patch_size": 4,
-    "patch_size_t": 1,
-}
-MOCHI = {
-    "_class_name": "AutoencoderKLMochi",
-    "temporal_expansions": [1, 2, 3],
-    "encoder_block_out_channels": [64, 128, 256, 384],
-}
+LTX: dict[str, Any] = {"_class_name": "AutoencoderKLLTXVideo", "patch_size": 4, "patch_size_t": 1}
+LTX |= {"spatio_temporal_scaling": [True, True, True, False]}
+MOCHI: dict[str, Any] = {"_class_name": "AutoencoderKLMochi", "temporal_expansions": [1, 2, 3]}
+MOCHI |= {"encoder_block_out_channels": [64, 128, 256, 384]}
 VIDEOS = {"wan": WAN, "ltx": LTX, "mochi": MOCHI, "hunyuan_video": HUNYUAN, "cogvideox": COG}
 
 
@@ -109,7 +102,8 @@ def test_all_count_what_the_transformer_is_called_with(
     runner.fitting_job(job.changed(width=width, height=height, frames=frames), torch.device("cpu"))
     assert checked[0].image == there
     # Of one more latent frame there are as many tokens more as a frame has.
-    grid, more = info.token_grid(*size, frames), info.token_grid(*size, frames + (info.frame_step or 1))
+    step = (info.frame_counts or FrameCounts()).step
+    grid, more = (info.token_grid(*size, count) for count in (frames, frames + step))
     assert (more[0], more[1:]) == (grid[0] + 1, grid[1:])
 
 
@@ -138,6 +132,16 @@ def test_a_folder_is_planned_as_the_shipped_model(name: str, known: str, frames:
     assert usual_frames(info) == shape.num_frames
 
 
+def test_a_folder_of_minimax_h3_is_planned_as_the_shipped_model():
+    """Clips of 17 frames are 5 of latents, of which the last 3 are dropped; without a size it is the shipped one's."""
+    vae: dict[str, Any] = {"clip_length": 17, "token_drop": 3, "temporal_downsample_factors": [1, 2, 2]}
+    vae |= {"spatial_downsample_factors": [2, 2, 2, 2, 1, 1], "block_out_channels": [8] * 6}
+    index = {"_class_name": "MiniMaxH3ModularPipeline"}
+    info = ModelInfo("h3", Path(), True, index, {"patch_size": [1, 2, 2], "in_channels": 24}, vae)
+    found, shipped = workload_of(info), workload_of(shapes()["minimax-h3"])
+    assert (found.frames, found.rows, found.cols) == (shipped.frames, shipped.rows, shipped.cols) == (37, 24, 42)
+
+
 def test_sequence_ranks_share_what_there_is(tmp_path: Path):
     saved(tmp_path, "ltx")
     # 16 tokens a latent frame, of which 9 frames make two.
@@ -158,12 +162,7 @@ SAME = [
 
 @pytest.mark.parametrize(("words", "name", "frames"), SAME)
 def test_all_say_the_same_memory(
-    words: str,
-    name: str,
-    frames: int | None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    words: str, name: str, frames: int | None, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """The plan, ``memory``, and the check before a request."""
     monkeypatch.setattr(memory.Demand, "fitting", lambda *_: memory.WayOut("nothing"))
@@ -193,13 +192,11 @@ def test_all_say_the_same_memory(
 
 def folder_of(folder: Path, pipeline: str, **vae: Any) -> ModelInfo:
     """A folder that says of which class its pipeline is."""
-    kind = getattr(diffusers, pipeline)
     index = {"_class_name": pipeline, "transformer": ["diffusers", "X"], "vae": ["diffusers", vae.get("_class_name")]}
     parts = {"model_index.json": index, "transformer/config.json": {"_class_name": "X"}, "vae/config.json": vae}
     for path, content in parts.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(json.dumps(content))
-    assert isinstance(kind, type)
     return find_model(folder)
 
 
@@ -232,6 +229,8 @@ def test_what_is_neither_image_nor_video_is_refused_before_it_is_computed(
         (["inspect", "emoji-dit-s", "--size", "128x128"], "has one size only, 64x64"),
         (["plan", "flux.1-dev", "--frames", "9", "--hardware", "h100"], "makes images"),
         (["plan", "wan-14b", "--frames", "80", "--hardware", "h100"], "use 77 or 81"),
+        (["memory", "minimax-h3", "--frames", "123"], "makes 17k + 5; use 107 or 124"),
+        (["memory", "minimax-h3", "--frames", "3"], "makes 17k + 5; use 5"),
         (["memory", "emoji-sd3", "--frames", "9"], "makes images"),
     ],
 )

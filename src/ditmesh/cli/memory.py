@@ -80,8 +80,9 @@ def memory(
     emit(_needed(request, chosen or count, dtype, hardware), as_json, _say)
 
 
-def _request(model: str, asked: tuple[Any, ...]) -> tuple[Components, Workload, bool, str]:
-    """The model's components, the request, whether guidance has two branches, and what ``generate --model`` takes.
+def _request(model: str, asked: tuple[Any, ...]) -> tuple[Components, Workload, bool, str, str | None]:
+    """The model's components, the request, whether guidance has two branches, what ``generate --model`` takes, and
+    the sentence with which it refuses the pipeline; None: it does not.
 
     ``asked``: size, tokens, images, branches and frames, as `workload_of` takes them.
     """
@@ -89,7 +90,8 @@ def _request(model: str, asked: tuple[Any, ...]) -> tuple[Components, Workload, 
 
     from .. import zoo
     from ..engine import guided
-    from ..generate.model_info import find_model
+    from ..generate.arguments import unwritten
+    from ..generate.model_info import find_model, parameters_of
     from ..memory.catalogue import shapes
     from ..memory.check import components_of, components_of_shape
     from ..memory.sizes import workload_of
@@ -100,13 +102,15 @@ def _request(model: str, asked: tuple[Any, ...]) -> tuple[Components, Workload, 
         branches = asked[3]
         if branches is None:
             branches = guided(getattr(diffusers, info.pipeline_class, None), info.transformer)
-        return components_of(info), workload_of(info, *asked), branches, model
-    workload = workload_of(shape, *asked)
-    return components_of_shape(shape), workload, workload.branches > 1, shape.repository
+        refusal = unwritten(info.pipeline_class, parameters_of(info.pipeline_class))
+        return components_of(info), workload_of(info, *asked), branches, model, refusal
+    workload, pipeline = workload_of(shape, *asked), shape.pipeline or ""
+    refusal = unwritten(pipeline, parameters_of(pipeline))
+    return components_of_shape(shape), workload, workload.branches > 1, shape.repository, refusal
 
 
 def _needed(
-    request: tuple[Components, Workload, bool, str], chosen: ParallelConfig | int, dtype: str, hardware: str
+    request: tuple[Components, Workload, bool, str, str | None], chosen: ParallelConfig | int, dtype: str, hardware: str
 ) -> dict[str, Any]:
     """The memory of every rank on a device, and the command to type, as plain data."""
     import torch
@@ -115,7 +119,7 @@ def _needed(
     from ..memory.check import Demand, gigabytes
     from ..memory.phases import needs
 
-    components, workload, guided, repository = request
+    components, workload, guided, repository, refusal = request
     part, kind = card(hardware), getattr(torch, dtype)
     demand = Demand(
         components,
@@ -150,7 +154,10 @@ def _needed(
         "ranks": [one.as_data() for one in ranks],
         "chosen": note,
         "exceeds": exceeds,
-        "command": f'ditmesh generate "..." --model {repository or "emoji-sd3"} {options}' if options else None,
+        "refused": refusal,
+        "command": f'ditmesh generate "..." --model {repository or "emoji-sd3"} {options}'
+        if options and refusal is None
+        else None,
     }
 
 
@@ -160,7 +167,7 @@ def _say(result: dict[str, Any]) -> Report:
     width, height = result["size"]
     lead = f"{result['model']}, {result['config']}, {width} x {height}, {result['dtype']}"
     report = memory_report(lead, result["ranks"], ("weights", "activations", "kept", "process"))
-    for line in (result["chosen"], result["exceeds"], result["command"]):
+    for line in (result["chosen"], result["exceeds"], result["refused"], result["command"]):
         if line is not None:
             report.text(line)
     return report

@@ -192,7 +192,7 @@ def videos_of(info: ModelInfo) -> bool:
     from ..generate.job import makes_videos
     from ..generate.runner import quieten
 
-    if info.frame_step is None:
+    if info.frame_counts is None:
         # Most models generate images, and importing diffusers takes seconds.
         return False
     quieten()

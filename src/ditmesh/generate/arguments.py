@@ -128,12 +128,16 @@ def check_options(name: str, parameters: Any, request: PictureRequest, size: tup
 
 def check_output(pipeline: str, parameters: Mapping[str, Any]) -> None:
     """Reject a pipeline that makes sound, or images in layers, before anything is computed."""
-    if "audio_latents" in parameters:
-        raise InputError(f"{pipeline} makes sound too, which is not written; call it from Python")
-    if any(name in parameters for name in AUDIO):
-        raise InputError(f"{pipeline} makes audio, which is not written; call it from Python")
-    if "layers" in parameters:
-        raise InputError(f"{pipeline} makes the layers of an image, which are not written; call it from Python")
+    if (sentence := unwritten(pipeline, parameters)) is not None:
+        raise InputError(sentence)
+
+
+def unwritten(pipeline: str, parameters: Mapping[str, Any]) -> str | None:
+    """The sentence that refuses a pipeline which makes more than is written; None: all of its output is."""
+    layers = "the layers of an image, which are" if "layers" in parameters else None
+    audio = "audio, which is" if any(name in parameters for name in AUDIO) else layers
+    what = "sound too, which is" if "audio_latents" in parameters else audio
+    return f"{pipeline} makes {what} not written; call it from Python" if what else None
 
 
 def video_call(parameters: Mapping[str, Any]) -> bool:

@@ -201,7 +201,7 @@ def _check_pixels(job: PictureJob, size: tuple[int, int]) -> None:
 
 def _check_video(job: PictureJob, model: ModelInfo) -> None:
     """Reject frame counts that the model does not generate, and frames and fps for image models."""
-    images = model.frame_step is None
+    images = model.frame_counts is None
     if job.frames is None and job.fps is None and (images or (not job.files and find_spec("ftfy") is not None)):
         # Most models generate images, and nothing is asked here that needs a pipeline class. Importing diffusers takes
         # seconds, and makes every later collection of garbage twice as long.

@@ -27,6 +27,30 @@ SINGLE_FILES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth", ".gguf")
 
 
 @dataclass(frozen=True)
+class FrameCounts:
+    """Numbers of frames that a video may have: ``first``, and ``step`` more any number of times.
+
+    ``latents``, ``first_latents``: frames of the latents of each step, and of the first frames.
+    """
+
+    step: int = 1
+    first: int = 1
+    latents: int = 1
+    first_latents: int = 1
+
+    def check(self, frames: int, maker: str) -> None:
+        """Refuse a number of frames that the autoencoder rounds; `InputError` names the nearest possible."""
+        over = (frames - self.first) % self.step
+        if over:
+            ways = " or ".join(str(n) for n in (frames - over, frames - over + self.step) if n >= self.first)
+            raise InputError(f"frames {frames}: {maker} makes {self.step}k + {self.first}; use {ways}")
+
+    def latents_of(self, frames: int) -> int:
+        """Frames of the latents of a video of so many frames."""
+        return max(0, frames - self.first) // self.step * self.latents + self.first_latents
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """A diffusers pipeline as its folder describes it: the index, and the configurations of transformer and VAE.
 
@@ -90,6 +114,8 @@ class ModelInfo:
         vae = self.vae
         if (scale := _first_number(vae, "spatial_compression_ratio", "scale_factor_spatial")) is not None:
             return scale
+        if isinstance(factors := vae.get("spatial_downsample_factors"), list):
+            return prod(factors)
         if isinstance(vae.get("spatio_temporal_scaling"), list):
             return int(vae.get("patch_size") or 1) * 2 ** sum(map(bool, vae["spatio_temporal_scaling"]))
         # Autoencoders of video models name their temporal factor, and halve once a stage of it.
@@ -147,25 +173,24 @@ class ModelInfo:
         return limit * self.size_multiple if isinstance(limit, int) else None
 
     @property
-    def frame_step(self) -> int | None:
-        """A video has so many times k, and one frames; None: the autoencoder's configuration does not say."""
-        vae = self.vae
+    def frame_counts(self) -> FrameCounts | None:
+        """Numbers of frames of a video; None: the autoencoder's configuration does not say."""
+        vae, clip = self.vae, self.vae.get("clip_length")
+        if isinstance(clip, int) and isinstance(factors := vae.get("temporal_downsample_factors"), list):
+            # The last latents of a video's last clip are dropped.
+            latents = -(-clip // prod(factors))
+            return FrameCounts(clip, latents, latents, latents - int(vae.get("token_drop") or 0))
         scale = _first_number(vae, "scale_factor_temporal", "temporal_compression_ratio", "temporal_compression")
-        if scale is not None:
-            return scale
         for key in ("temperal_downsample", "spatio_temporal_scaling"):
-            if isinstance(vae.get(key), list):
-                return int(vae.get("patch_size_t") or 1) * 2 ** sum(map(bool, vae[key]))
-        if isinstance(vae.get("temporal_expansions"), list):
-            return prod(vae["temporal_expansions"])
-        return None
+            if scale is None and isinstance(vae.get(key), list):
+                scale = int(vae.get("patch_size_t") or 1) * 2 ** sum(map(bool, vae[key]))
+        if scale is None and isinstance(vae.get("temporal_expansions"), list):
+            scale = prod(vae["temporal_expansions"])
+        return None if scale is None else FrameCounts(scale)
 
     def check_frames(self, frames: int) -> None:
         """Refuse a number of frames that the autoencoder rounds; `InputError` names the nearest possible."""
-        step = self.frame_step or 1
-        if (frames - 1) % step:
-            less = frames - (frames - 1) % step
-            raise InputError(f"frames {frames}: {self.pipeline_class} makes {step}k + 1; use {less} or {less + step}")
+        (self.frame_counts or FrameCounts()).check(frames, self.pipeline_class)
 
     @property
     def frame_patch(self) -> int:
@@ -176,7 +201,7 @@ class ModelInfo:
 
     def latent_frames(self, frames: int) -> int:
         """Frames of the latents of a video of so many frames; the pipeline adds what its transformer's patches need."""
-        latents = (frames - 1) // (self.frame_step or 1) + 1
+        latents = (self.frame_counts or FrameCounts()).latents_of(frames)
         return latents + -latents % self.frame_patch
 
     def token_grid(self, width: int, height: int, frames: int = 1) -> tuple[int, int, int]:

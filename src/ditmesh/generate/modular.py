@@ -69,23 +69,35 @@ def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
         if item.name is not None:
             default = empty if item.required and item.default is None else item.default
             inputs[item.name] = inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default)
-    for spec in blocks.expected_components if GUIDANCE not in inputs else ():
-        if spec.name == "guider":
-            scale = getattr(getattr(pipe, "guider", None), GUIDANCE, (spec.config or {}).get(GUIDANCE))
-            inputs[GUIDANCE] = inspect.Parameter(GUIDANCE, inspect.Parameter.KEYWORD_ONLY, default=scale)
+    if (guider := _guider(pipe, blocks)) is not None:
+        scale = guider.guidance_scale
+        inputs[GUIDANCE] = inspect.Parameter(GUIDANCE, inspect.Parameter.KEYWORD_ONLY, default=scale)
     return inputs
+
+
+def _guider(pipe: Any, blocks: Any) -> Any:
+    """The guider that takes the guidance of a request, of a class the usual one; None: an input does, or nothing."""
+    guider = getattr(pipe, "guider", None)
+    if isinstance(pipe, type):
+        guider = next((spec.create() for spec in blocks.expected_components if spec.name == "guider"), None)
+    takes = hasattr(guider, GUIDANCE) and all(item.name != GUIDANCE for item in blocks.inputs)
+    return guider if takes else None
 
 
 @contextmanager
 def guided_by(pipe: Any, arguments: dict[str, Any]) -> Iterator[None]:
-    """Give the guider of a modular pipeline the guidance of a call's arguments, which its blocks do not take."""
+    """Give a modular pipeline's guider the guidance that its blocks do not take; `InputError`: it has no scale."""
     from diffusers.modular_pipelines.modular_pipeline import ModularPipeline
 
     with ExitStack() as undo:
         if isinstance(pipe, ModularPipeline) and all(item.name != GUIDANCE for item in pipe.blocks.inputs):
-            guider: Any = getattr(pipe, "guider", None)
-            scale = arguments.pop(GUIDANCE, None)
-            if scale is not None and hasattr(guider, GUIDANCE):
+            guider, scale = _guider(pipe, pipe.blocks), arguments.pop(GUIDANCE, None)
+            if guider is None and scale is not None:
+                raise InputError(
+                    f"guidance {scale}: {type(pipe).__name__} has no guider with a guidance_scale, but "
+                    f"{type(getattr(pipe, 'guider', None)).__name__}; leave the guidance out"
+                )
+            if scale is not None:
                 undo.callback(setattr, guider, GUIDANCE, guider.guidance_scale)
                 guider.guidance_scale = scale
         yield

@@ -63,7 +63,9 @@ def components_of_shape(shape: Shape) -> Components:
     """The components of a model in the catalogue."""
     encoders = {name: Component(*encoder) for name, encoder in shape.encoders.items()}
     vae = None if shape.vae is None else Component(*shape.vae)
-    return Components(shape.name, (Component(shape.transformer, shape.config),), encoders, vae, shape.scale)
+    return Components(
+        shape.name, (Component(shape.transformer, shape.config),), encoders, vae, shape.scale, shape.other
+    )
 
 
 @dataclass(frozen=True)

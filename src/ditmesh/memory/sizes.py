@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..generate.model_info import ModelInfo, parameters_of
-from .catalogue import Shape
+from .catalogue import Shape, shapes
 
 # Argument names for the number of frames.
 FRAMES = ("num_frames", "video_length")
@@ -115,13 +115,21 @@ def usual_size(info: ModelInfo) -> tuple[int, int]:
     if info.default_size is not None:
         return info.default_size
     width, height = _defaults(info, ("width",)), _defaults(info, ("height",))
-    return (width, height) if width and height else (1024, 1024)
+    shape = _shape(info)
+    return (width, height) if width and height else (1024, 1024) if shape is None else shape.size
 
 
 def usual_frames(info: ModelInfo) -> int:
     """Frames of a video that a pipeline makes when it is not told; 1 of a pipeline that makes images."""
     own = info.transformer.get("sample_frames")
-    return info.default_frames or _defaults(info, FRAMES) or (own if isinstance(own, int) else 1)
+    found = info.default_frames or _defaults(info, FRAMES) or (own if isinstance(own, int) else None)
+    shape = _shape(info) if found is None else None
+    return found or (1 if shape is None else shape.num_frames)
+
+
+def _shape(info: ModelInfo) -> Shape | None:
+    """The shape that ships for a pipeline's class."""
+    return next((shape for shape in shapes().values() if shape.pipeline == info.pipeline_class), None)
 
 
 def _defaults(info: ModelInfo, names: tuple[str, ...]) -> int | None:

@@ -238,7 +238,7 @@ def decode(
     vae: Any = meta_model(kind, dict(settings)).eval()
     # With the class's default.
     channels = vae.config.get("latent_channels") or vae.config.get("z_dim") or 4
-    video = any(parameter.dim() == 5 for parameter in getattr(vae, "decoder", vae).parameters())
+    video = any(parameter.dim() == 5 for parameter in vae.parameters())
     pictures, frames, *plane = sizes
     latents = (pictures, channels, *((frames,) if video else ()), *plane)
     with fake_weights(vae, dtype), manual_collection():

@@ -12,7 +12,8 @@ import torch
 
 from ...config import ParallelConfig
 from ...errors import ConfigError, DitmeshError, InputError, LayoutError
-from ...generate.model_info import find_model
+from ...generate.arguments import unwritten
+from ...generate.model_info import find_model, parameters_of
 from ...memory.catalogue import Shape, shapes
 from ...memory.check import Choice, Demand, components_of, components_of_shape, gigabytes
 from ...memory.sizes import Workload, workload_of
@@ -33,6 +34,7 @@ class PlanSubject:
         transformer, settings: class and configuration of its transformer.
         repository: what ``ditmesh generate --model`` takes.
         demand: what it asks of the memory.
+        refused: the sentence with which that command refuses the pipeline; None: it does not.
     """
 
     name: str
@@ -41,6 +43,7 @@ class PlanSubject:
     workload: Workload
     repository: str
     demand: Demand
+    refused: str | None = None
 
     def predict(self, config: ParallelConfig, hardware: Hardware) -> Prediction:
         """The seconds of a configuration; raises as `roofline.predict`."""
@@ -79,10 +82,10 @@ def subject(
     workload = workload_of(source, pictures=pictures, element=element, **sizes)
     if isinstance(source, Shape):
         transformer, settings, usual = source.transformer, source.config, source.steps
-        components, repository = components_of_shape(source), source.repository
+        components, repository, pipeline = components_of_shape(source), source.repository, source.pipeline or ""
     else:
         transformer, settings, usual = source.transformer_class, source.transformer, FOLDER_STEPS
-        components, repository = components_of(source), name
+        components, repository, pipeline = components_of(source), name, source.pipeline_class
     workload = replace(workload, steps=steps or usual)
     demand = Demand(
         components,
@@ -95,7 +98,8 @@ def subject(
         branches=workload.branches,
         runtime=hardware.device.runtime,
     )
-    return PlanSubject(name, transformer, settings, workload, repository, demand)
+    refusal = unwritten(pipeline, parameters_of(pipeline))
+    return PlanSubject(name, transformer, settings, workload, repository, demand, refusal)
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,9 @@ class Plan:
         )
 
     def command(self) -> str | None:
-        """The line to type for the fastest row that fits."""
-        if self.best is None:
-            return None
+        """The line to type for the fastest row that fits; or why there is none for this pipeline."""
+        if self.best is None or self.subject.refused is not None:
+            return self.subject.refused
         model = f" --model {self.subject.repository}" if self.subject.repository else ""
         return f'ditmesh generate "..."{model} {self.best.config.options()}'
 

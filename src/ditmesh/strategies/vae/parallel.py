@@ -181,7 +181,7 @@ def _why_whole(vae: nn.Module, given: Any, link: Link) -> str | None:
     if given.shape[-2] < link.size:
         return f"{given.shape[-2]} rows are too few for {link.size} ranks; leave vae='bands' out, or use fewer ranks"
     if getattr(vae, "use_tiling", False):
-        return "tiling is on, which computes another image, with seams; call vae.disable_tiling()"
+        return "tiling is on, which computes another image; leave vae='bands' out, or call vae.disable_tiling()"
     if torch.is_grad_enabled() and (given.requires_grad or any(p.requires_grad for p in vae.parameters())):
         return "a gradient is to pass through it; call it under torch.no_grad()"
     if any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in vae.modules()):

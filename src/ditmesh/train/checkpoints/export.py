@@ -85,6 +85,7 @@ def _write(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
     if config.lora is not None:
         save_adapters(pipe, weights, config, folder)
         return
+    modular = hasattr(pipe, "register_components")
     for name in config.model.train_modules:
         state = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}
         if name == config.denoiser:
@@ -92,10 +93,10 @@ def _write(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
             with init_empty_weights():
                 fresh = cast(Any, model).from_config(getattr(pipe, name).config)
             fresh.load_state_dict(state, assign=True)
-            pipe.register_modules(**{name: fresh})
+            (pipe.register_components if modular else pipe.register_modules)(**{name: fresh})
         else:
             pipe.components[name].load_state_dict(state)
-    pipe.save_pretrained(str(folder))
+    pipe.save_pretrained(str(folder), **({"overwrite_modular_index": True} if modular else {}))
     for file in folder.rglob("*.json"):
         content = json.loads(file.read_text(encoding="utf-8"))
         # A local path.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import inspect
 import io
 import json
 import math
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from ...generate.modular import call_parameters
 from ...media.files import read_whole
 from ...report.formatting import enumerated
 from ..settings import DataConfig
@@ -261,7 +261,7 @@ def long_captions(pipe: Any, config: DataConfig, captions: Sequence[tuple[str, s
     """A sentence for every tokenizer that captions, each with the name of its sample, are too long for."""
     length = config.max_sequence_length
     if length is None:
-        default = inspect.signature(type(pipe).__call__).parameters.get("max_sequence_length")
+        default = call_parameters(pipe).get("max_sequence_length")
         length = None if default is None else default.default
     longest = max(length) if isinstance(length, tuple) else length
     sentences = []

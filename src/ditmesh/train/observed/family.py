@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
+from ...generate.modular import call_parameters
 from ..conditions import Conditions, latent_moments, sample_conditions, stacked
 from ..config import TrainConfig
 from .arguments import are_equal, argument_forms, differing_paths, is_number, merged, row_dim, typed_like
@@ -35,7 +35,7 @@ def check_observable(kind: type) -> None:
 
     Raises `ConfigError`: it takes no prompt and no class label.
     """
-    parameters = inspect.signature(kind.__call__).parameters
+    parameters = call_parameters(kind)
     if "prompt" not in parameters and LABEL_ARGUMENT not in parameters:
         raise ConfigError(f"{kind.__name__} cannot be trained: it takes no prompt")
 
@@ -61,7 +61,7 @@ class ObservedFamily:
         self.recipes: dict[tuple[int, ...], Recipe] = {}
         self._config = config
         self._own, self._base = pipe, base_pipeline(pipe)
-        by_prompt = "prompt" in inspect.signature(type(pipe).__call__).parameters
+        by_prompt = "prompt" in call_parameters(pipe)
         self.conditioned_by = "text" if by_prompt else "label"
         self._examples: Sequence[Any] = CAPTIONS if by_prompt else LABELS
         # Encoders that are trained beside the transformer, through which gradients flow.
@@ -154,7 +154,7 @@ class ObservedFamily:
         for pipe in (self._base, self._own):
             if getattr(pipe, self._config.denoiser, None) is None:
                 continue
-            parameters = inspect.signature(type(pipe).__call__).parameters
+            parameters = call_parameters(pipe)
             picture = next((name for name in PICTURE_ARGUMENTS if name in parameters), None)
             has_pictures = any(one.has_references for one in self._config.data.sets)
             for reference in dict.fromkeys((picture, None) if has_pictures else (None, picture)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import ConfigError
+from ...generate.modular import call_parameters
 from ..config import TrainConfig
 from ..objective import NoiseTables
 from .recipe import FINE_STEPS, MOST_OFF, Recipe, SeveralBranches, derive_recipe, round_trip
@@ -67,7 +67,7 @@ class PipelineView:
     ) -> None:
         self.pipe, self.picture, self.guidance = pipe, picture, guidance
         self._config, self._frames = config, config.data.num_frames
-        self.parameters = set(inspect.signature(type(pipe).__call__).parameters)
+        self.parameters = set(call_parameters(pipe))
         self.videos = "num_frames" in self.parameters
         self.watcher = PipelineWatcher(pipe, config.denoiser)
 

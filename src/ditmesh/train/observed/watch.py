@@ -17,6 +17,7 @@ from ...core.arguments import Arguments
 from ...core.digests import tensor_digest
 from ...core.patching import Patch
 from ...errors import ConfigError
+from ...generate.modular import guided_by
 from ..config import SECOND
 from .levels import Levels, levels_of
 
@@ -204,8 +205,9 @@ class _Run:
             else:
                 undo.callback(torch.random.set_rng_state, torch.random.get_rng_state())
                 torch.manual_seed(7)
-            with suppress(_Stop):
-                call(pipe, **request)
+            given = dict(request)
+            with guided_by(pipe, given), suppress(_Stop):
+                call(pipe, **given)
         return self.seen
 
     def _patch(self, undo: ExitStack) -> None:
