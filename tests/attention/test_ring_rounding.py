@@ -8,13 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ditmesh.attention.kernels import (
-    LocalAttention,
-    attend_with_lse,
-    attend_with_lse_reference,
-    merge_,
-    merge_out_,
-)
+from ditmesh.attention.kernels import LocalAttention, attend_with_lse, attend_with_lse_reference, merge_, merge_out_
 from ditmesh.attention.kernels.backends import BackendWithLse
 from ditmesh.attention.kernels.builtin import Math, Native
 from support.ring_rounding import CASES, gradients, rms_error, round_the_ring
