@@ -8,20 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from ..comm import Link
 from ..comm.autograd import all_to_all
 from ..core.alignment import aligned
-from ..core.partition import Partition, weighted_cut
+from ..core.partition import Partition, cut_by_cost, weighted_cut
 from ..core.values import tracked
+from ..errors import ConfigError, LayoutError
 from . import masks
+from .blocks import BlockRows, blocks_of_heads, part_of
 from .kernels import LocalAttention
 from .ring import ring_attention
 from .ulysses import HeadExchange
 
+# By id of a mask and what it is of: the mask, costs of its heads, this rank's part.
+BlockParts = dict[Any, tuple[BlockMask, tuple[int, ...], BlockRows]]
 # Computes attention of some tensors of queries, each (B, h, s, D), over k and v (B, h, S, D), each with its mask.
 Compute = Callable[[list[Tensor], Tensor, Tensor, list[Tensor | None]], list[Tensor]]
 
@@ -72,25 +78,26 @@ class Mixer:
 
     def __init__(self, ulysses: Link, ring: Link, kernel: LocalAttention, travels: bool = True) -> None:
         self.ulysses, self.ring, self.kernel, self.travels = ulysses, ring, kernel, travels
-        self._exchanges: dict[tuple[int, tuple[float, ...]], HeadExchange] = {}
+        self._exchanges: dict[tuple[int, tuple[float, ...], tuple[int, ...]], HeadExchange] = {}
 
     def groups(self, first: int = 0) -> list[range]:
         """For every rank of the ring the sequence ranks of its Ulysses group, numbered from ``first``."""
         width = self.ulysses.size
         return [range(first + r * width, first + (r + 1) * width) for r in range(self.ring.size)]
 
-    def exchange(self, heads: int, weights: tuple[float, ...]) -> HeadExchange:
+    def exchange(self, heads: int, weights: tuple[float, ...], costs: tuple[int, ...] = ()) -> HeadExchange:
         """The split of heads over ranks.
 
-        Heads follow the weights of the sequence ranks as tokens do; ranks of one ring share a cut, so theirs are added
-        up.
+        Heads follow the weights of the sequence ranks as tokens do, or their ``costs`` do where these differ; ranks of
+        one ring share a cut, so theirs are added up.
         """
-        exchange = self._exchanges.get((heads, weights))
+        exchange = self._exchanges.get((heads, weights, costs))
         if exchange is None:
             width = self.ulysses.size
             shares = [sum(weights[place::width]) for place in range(width)]
-            exchange = HeadExchange(self.ulysses, weighted_cut(heads, shares))
-            self._exchanges[heads, weights] = exchange
+            counts = cut_by_cost(costs, shares) if len(costs) > 1 else weighted_cut(heads, shares)
+            exchange = HeadExchange(self.ulysses, counts)
+            self._exchanges[heads, weights, costs] = exchange
         return exchange
 
     def attend_distributed(
@@ -106,6 +113,7 @@ class Mixer:
         scale: float | None,
         compute: Compute | None = None,
         tiles: Tiles | None = None,
+        costs: tuple[int, ...] = (),
     ) -> list[Tensor]:
         """Attention of this rank's queries over all ranks' keys: (B, H, s, D) for every tensor of ``q``.
 
@@ -116,11 +124,12 @@ class Mixer:
             queries, keys: the streams by sequence rank; ``weights``: of these ranks.
             groups: for every rank of the ring the sequence ranks of its Ulysses group.
             compute: what computes once all keys are here; default: the kernel.
+            costs: of the heads, see `exchange`.
         """
         ulysses, ring = self.ulysses, self.ring
         exchange = ours = None
         if ulysses.size > 1:
-            exchange = self.exchange(k.shape[1], weights)
+            exchange = self.exchange(k.shape[1], weights, costs)
             group = groups[ring.rank]
             ours, theirs = queries.of(group), keys.of(group)
             joint = q[0] if tiles is None else tiles.here.join(q, 2)
@@ -128,7 +137,13 @@ class Mixer:
             q = [joint] if tiles is None else [tiles.group.take(joint, 2, tile) for tile in range(tiles.group.parts)]
             start, count = exchange.head_starts[ulysses.rank], exchange.head_counts[ulysses.rank]
             given = [None if mask is None else masks.of_heads(mask, start, count) for mask in given]
-        outs = self._attend_gathered(q, k, v, given, keys, groups, scale, compute)
+        compute = compute or (lambda q, k, v, given: [self.kernel(q[0], k, v, given[0], scale)])
+        if ring.size == 1 or keys.all_replicated:
+            outs = compute(q, k, v, given)
+        elif self.travels:
+            outs = [self._round_the_ring(q[0], k, v, keys.regroup(groups), given[0], scale)]
+        else:
+            outs = compute(q, *gather_keys(ring, (k, v), keys.regroup(groups)), given)
         if exchange is None or ours is None:
             return outs
         if tiles is None:
@@ -136,35 +151,38 @@ class Mixer:
         out_bshd = exchange.gather_heads(tiles.group.join(outs, 2), ours).transpose(1, 2)
         return [aligned(tiles.here.take(out_bshd, 1, tile)).transpose(1, 2) for tile in range(tiles.here.parts)]
 
-    def _attend_gathered(
-        self,
-        q: list[Tensor],
-        k: Tensor,
-        v: Tensor,
-        given: list[Tensor | None],
-        keys: Partition,
-        groups: Sequence[range],
-        scale: float | None,
-        compute: Compute | None,
-    ) -> list[Tensor]:
-        """Attention over the ring, once heads have been traded; arguments as in `attend_distributed`."""
-        if self.ring.size == 1 or keys.all_replicated:
-            return self._compute(q, k, v, given, scale, compute)
-        if self.travels:
-            return [self._round_the_ring(q[0], k, v, keys.regroup(groups), given[0], scale)]
-        k, v = gather_keys(self.ring, (k, v), keys.regroup(groups))
-        return self._compute(q, k, v, given, scale, compute)
+    def attend_blocks(
+        self, a: AttentionCall, mask: BlockMask, groups: Sequence[range], weights: tuple[float, ...], parts: BlockParts
+    ) -> Tensor:
+        """The same with a block mask, of which ``parts`` gets this rank's heads and the rows of its queries."""
+        ulysses, ring, lengths = self.ulysses, self.ring, (a.queries.total, a.keys.total)
+        if len(mask.shape) != 4 or mask.shape[2:] != lengths:
+            raise LayoutError(
+                f"attention of {lengths[0]} queries over {lengths[1]} keys of all ranks is given a BlockMask of shape "
+                f"{mask.shape}; build it of whole sequences, before the blocks run"
+            )
+        if self.travels and ring.size > 1 and not a.keys.all_replicated:
+            raise ConfigError(
+                f"ring={ring.size} cannot run attention with a BlockMask, of which a rank would see the blocks of some "
+                "keys at a time; set exchange='gather', or use ulysses"
+            )
+        key = (id(mask), a.queries, groups[ring.rank])
+        if key not in parts:
+            by_head = blocks_of_heads(mask)
+            costs = tuple(by_head.tolist()) if len(by_head) > 1 and ulysses.size > 1 else ()
+            exchange = self.exchange(a.q_bhsd.shape[1], weights, costs)
+            heads = exchange.head_starts[ulysses.rank], exchange.head_counts[ulysses.rank]
+            places = [torch.arange(start, start + count) for start, count in a.queries.places(groups[ring.rank])]
+            parts[key] = mask, costs, part_of(mask, *heads, torch.cat(places))
+        _, costs, part = parts[key]
 
-    def _compute(
-        self,
-        q: list[Tensor],
-        k: Tensor,
-        v: Tensor,
-        given: list[Tensor | None],
-        scale: float | None,
-        compute: Compute | None,
-    ) -> list[Tensor]:
-        return [self.kernel(q[0], k, v, given[0], scale)] if compute is None else compute(q, k, v, given)
+        def compute(q: list[Tensor], k: Tensor, v: Tensor, _: Any) -> list[Tensor]:
+            samples, heads = part.mask.shape[:2]
+            ulysses.traffic.blocks += blocks_of_heads(part.mask).sum() * (len(q[0]) // samples * q[0].shape[1] // heads)
+            return [part.attend(self.kernel, q[0], k, v, a.scale)]
+
+        tensors = [a.q_bhsd], a.k_bhsd, a.v_bhsd, [None]
+        return self.attend_distributed(*tensors, a.queries, a.keys, groups, weights, a.scale, compute, None, costs)[0]
 
     def _round_the_ring(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Partition, mask: Tensor | None, scale: float | None
@@ -213,12 +231,7 @@ def gather_keys(ring: Link, tensors: Sequence[Tensor], keys: Partition) -> list[
     slots = iter(zip(*received, strict=True))
     return [
         torch.cat(
-            [
-                part
-                for block, piece in enumerate(pieces)
-                for part in ([piece] if block in keys.replicated else next(slots))
-            ],
-            dim=2,
+            [part for n, own in enumerate(pieces) for part in ([own] if n in keys.replicated else next(slots))], 2
         )
         for pieces in split
     ]

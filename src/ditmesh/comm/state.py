@@ -103,6 +103,7 @@ class Traffic:
 
     Attributes:
         bytes_sent, calls: by axis.
+        blocks: those of block masks that attention on this rank has computed; a number, or a tensor of one.
         observer: called as ``observer(axis, kind)`` before every operation of a link, where ``kind`` is the link's
             method; the operation raises its exceptions. For tests and measurements; None: no observer.
     """
@@ -111,6 +112,7 @@ class Traffic:
         self.observer: Callable[[str, str], None] | None = None
         self.bytes_sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.blocks: torch.Tensor | int = 0
 
     def add(self, axis: str, sent: int) -> None:
         """Count one call on ``axis`` that sends ``sent`` bytes to other ranks.
@@ -127,6 +129,7 @@ class Traffic:
         """Start counting from zero."""
         self.bytes_sent.clear()
         self.calls.clear()
+        self.blocks = 0
 
 
 class Header(NamedTuple):

@@ -31,17 +31,12 @@ from ..errors import LayoutError
 class AttentionHandler(Protocol):
     """Computes attention inside a block. Shapes: q (B, H, Sq, D), k and v (B, H, Sk, D).
 
-    Where it has a true attribute ``takes_key_heads``, keys and values of grouped queries come with their fewer heads.
+    Where it has a true attribute ``takes_key_heads``, keys and values of grouped queries come with their fewer heads;
+    with ``takes_block_masks`` a mask may be torch's `BlockMask`.
     """
 
     def attend(
-        self,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        backend: str | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, backend: str | None = None
     ) -> Tensor:
         """The attention output (B, H, Sq, D).
 
@@ -53,14 +48,6 @@ class AttentionHandler(Protocol):
 
     def left_out(self) -> None:
         """Another library's function mode answered a call, without attention (guidance by perturbed attention)."""
-
-
-class Observer:
-    """Base of a handler that only notes what attention is asked, while a layout is derived."""
-
-    def call_unobserved(self, call: Callable[[], Any]) -> Any:
-        """Make a call of attention that cannot be noted, and return its result."""
-        return call()
 
 
 # The attention of torch itself, whatever stands in its place, now or when this module was imported.
@@ -120,10 +107,11 @@ class _Interceptor:
         def attend(**call: Any) -> Any:
             compiling = torch.compiler.is_compiling()
             handler = _handler.get() if self.active and not compiling else None
-            mask = call.get("attn_mask")
-            if isinstance(handler, Observer) and mask is not None and not isinstance(mask, Tensor):
-                # A module that it cannot note counts as any other module that mixes tokens.
-                return handler.call_unobserved(lambda: original(**call))
+            if (mask := call.get("attn_mask")) is not None and not isinstance(mask, Tensor):
+                _check_shares(getattr(mask, "shape", ())[:-2], call["query"])
+                if (unobserved := getattr(handler, "call_unobserved", None)) is not None:
+                    # A module with what is not to be noted counts as any other module that mixes tokens.
+                    return unobserved(lambda: original(**call))
             if handler is None and not compiling:
                 return original(**call)
             taken = {name: call.pop(name, default) for name, default in _TAKEN.items()}
@@ -281,6 +269,16 @@ def with_all_heads(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor) -> tuple[Tens
     return k_bhsd.repeat_interleave(groups, dim=1), v_bhsd.repeat_interleave(groups, dim=1)
 
 
+def _check_shares(given: tuple[int, ...], q_bshd: Tensor) -> None:
+    """Refuse a block mask of other samples or heads than the queries: eager flex attention would take the first."""
+    samples, _, heads, _ = q_bshd.shape
+    if len(given) == 2 and (given[0] not in (1, samples) or given[1] not in (1, heads)):
+        raise LayoutError(
+            f"attention of {samples} samples and {heads} heads on a rank is given a BlockMask of {given[0]} samples "
+            f"and {given[1]} heads; leave data, cfg and tensor out for this model"
+        )
+
+
 def _handled(
     handler: AttentionHandler,
     query: Tensor,
@@ -294,10 +292,11 @@ def _handled(
     backend: str | None = None,
 ) -> Tensor:
     _note_asked()
-    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+    by_pairs = attn_mask is None or isinstance(attn_mask, Tensor)
+    if not by_pairs and not getattr(handler, "takes_block_masks", False):
         raise LayoutError(
-            f"attention with a mask of type {type(attn_mask).__name__} (backend {backend!r}) inside a parallel block "
-            "is not supported; run this model on one device"
+            f"attention with a mask of type {type(attn_mask).__name__} (backend {backend!r}) is not supported with "
+            "pipe, patches, reproducible=True or stale keys; use ulysses, or ring with exchange='gather'"
         )
     if dropout_p:
         raise LayoutError(
@@ -310,18 +309,18 @@ def _handled(
         )
     if enable_gqa and not getattr(handler, "takes_key_heads", False):
         key, value = with_all_heads(query, key, value)
-    if is_causal:
+    if is_causal and by_pairs:
         # A mask as any other: who cuts tokens sees whether it can be cut.
         attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if torch.is_autocast_enabled(query.device.type):
         # As autocast does with the arguments of torch's function, which all ranks' exchanges come before.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if attn_mask is not None and attn_mask.is_floating_point():
+        if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
     if backend is None:
         return handler.attend(query, key, value, attn_mask, scale)
-    if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (key.shape[0], key.shape[2]):
+    if isinstance(attn_mask, Tensor) and attn_mask.dim() == 2 and attn_mask.shape == (key.shape[0], key.shape[2]):
         # Where SDPA has (queries, keys), diffusers' backends take a mask of keys for every sample.
         attn_mask = attn_mask[:, None, None]
     return handler.attend(query, key, value, attn_mask, scale, backend)

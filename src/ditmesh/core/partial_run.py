@@ -272,24 +272,18 @@ class _PartialAttention:
         self._run = run
 
     def attend(
-        self,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        backend: str | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, backend: str | None = None
     ) -> Tensor:
-        given = [tensor for tensor in (q_bhsd, k_bhsd, v_bhsd, mask) if tensor is not None]
+        given = [tensor for tensor in (q, k, v, mask) if tensor is not None]
         if backend is not None and any(map(self._run.is_unknown, given)):
-            batch, heads, tokens, _ = q_bhsd.shape
+            batch, heads, tokens, _ = q.shape
             # In the order in which torch's own kernels write it.
-            out_bshd = torch.empty((batch, tokens, heads, v_bhsd.shape[-1]), dtype=q_bhsd.dtype, device="meta")
-            return Unknown(out_bshd.transpose(1, 2), q_bhsd.device)
-        k_bhsd, v_bhsd = intercept.with_all_heads(q_bhsd, k_bhsd, v_bhsd)
+            out_bshd = torch.empty((batch, tokens, heads, v.shape[-1]), dtype=q.dtype, device="meta")
+            return Unknown(out_bshd.transpose(1, 2), q.device)
+        k, v = intercept.with_all_heads(q, k, v)
         if backend is not None:
-            return intercept.call_backend(backend, q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
-        return intercept.original_attention()(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+            return intercept.call_backend(backend, q, k, v, attn_mask=mask, scale=scale)
+        return intercept.original_attention()(q, k, v, attn_mask=mask, scale=scale)
 
     def left_out(self) -> None:
         """Nothing is counted."""

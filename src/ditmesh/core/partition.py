@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -246,6 +246,16 @@ def weighted_cut(length: int, weights: Sequence[float], unit: int = 1) -> tuple[
     lengths = [count * unit for count in counts]
     lengths[-1] += rest
     return tuple(lengths)
+
+
+def cut_by_cost(costs: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
+    """Cut elements with these costs into runs of at least one, whose costs are as the ``weights`` are, or nearly."""
+    ends, parts = [0], len(weights)
+    for part in range(1, parts):
+        share = sum(costs) * sum(weights[:part]) / sum(weights)
+        choices = range(ends[-1] + 1, len(costs) - parts + part + 1)
+        ends.append(min(choices, key=lambda end, share=share: abs(sum(costs[:end]) - share)))
+    return tuple(end - start for start, end in pairwise([*ends, len(costs)]))
 
 
 def offsets(lengths: Sequence[int]) -> tuple[int, ...]:

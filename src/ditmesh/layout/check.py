@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map
 
 from ..attention.masks import per_token
@@ -114,7 +115,9 @@ class _RankCheck:
                 f"{site} scales the scores of attention call {number} by how many tokens it is given, so "
                 "that a rank with some of them would scale them otherwise"
             )
-        if mask is not None and was.mask is not None:
+        if isinstance(was.mask, BlockMask):
+            self._check_block_mask(mask, was.mask)
+        elif mask is not None and was.mask is not None:
             self._check_mask(number, mask, was.mask, was.k, call)
         # In memory as torch's own attention leaves it: some processors view it.
         return self._rows(was.out, call.queries).transpose(1, 2).contiguous().transpose(1, 2)
@@ -161,6 +164,12 @@ class _RankCheck:
             return self._part(value, 1, fits[0][1]) if fits and fits[0][1] else value
 
         return tree_map(part, output)
+
+    def _check_block_mask(self, mask: Any, full_mask: BlockMask) -> None:
+        """A rank hands on the block mask of all tokens."""
+        same = isinstance(mask, BlockMask) and mask.shape == full_mask.shape
+        if not (same and torch.equal(mask.kv_num_blocks, full_mask.kv_num_blocks)):
+            raise underivable(f"{self.block.site} makes its BlockMask of the tokens that it is given")
 
     def _check_mask(self, number: int, mask: Tensor, full_mask: Tensor, k: Tensor, call: CallStreams) -> None:
         """The mask that a rank hands to attention is the whole one, or its own part along the keys."""

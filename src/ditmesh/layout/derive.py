@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from ..core import intercept
 from ..core.arguments import Arguments, covers, parameter_names
@@ -204,12 +205,18 @@ class _Observer:
         except LayoutError:
             if ran.folding is not None:
                 raise
-            again = ran.fresh()
-            with contextlib.suppress(Exception):
-                self._known[key] = checked_facts(again, block_facts(again, before, by_heads=True))
-            if key not in self._known or not any(mixer.heads for mixer in again.mixers):
-                raise
-            return again, self._known[key]
+            # A block mask that is made of a rank's own tokens is no mask of all: its module mixes tokens as others do.
+            sparse = any(isinstance(asked.mask, BlockMask) for asked in ran.asked)
+            for by_heads in (True, False) if sparse else (True,):
+                again = ran.fresh()
+                again.hears_block_masks = by_heads
+                with contextlib.suppress(Exception):
+                    again.results, again.asked = again.again({}, computed)
+                    facts = checked_facts(again, block_facts(again, before, by_heads=by_heads))
+                    if not by_heads or any(mixer.heads for mixer in again.mixers):
+                        self._known[key] = facts
+                        return again, facts
+            raise
 
     def _checked(self, ran: RecordedBlock, key: tuple[Any, tuple[Stream, ...]]) -> Facts:
         facts = self._facts(ran, key)

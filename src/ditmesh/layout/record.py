@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -46,40 +47,40 @@ class AttentionRecord:
 Answer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
 
 
-class Listener(intercept.Observer):
+class Listener:
     """Attention handler that records its calls."""
 
-    def __init__(self, answer: Answer) -> None:
+    takes_block_masks = True
+
+    def __init__(self, answer: Answer, hears_block_masks: bool = True) -> None:
         self._answer = answer
         self.asked: list[AttentionRecord] = []
+        self.call_unobserved = None if hears_block_masks else _unobserved
 
     def attend(
-        self,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        backend: str | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, backend: str | None = None
     ) -> Tensor:
         # Whichever the backend: what is noted is which tokens take part.
-        out = self._answer(len(self.asked), q_bhsd, k_bhsd, v_bhsd, mask, scale)
-        self.asked.append(AttentionRecord(q_bhsd, k_bhsd, v_bhsd, mask, out, scale))
+        out = self._answer(len(self.asked), q, k, v, mask, scale)
+        self.asked.append(AttentionRecord(q, k, v, mask, out, scale))
         # The block may write to it.
         return out.clone()
-
-    def call_unobserved(self, call: Callable[[], Any]) -> Any:
-        # Flex attention does not run inside a mode; the copy is made in the mode, which then knows of it.
-        with _disable_current_modes():
-            out = call()
-        return out.clone() if isinstance(out, Tensor) else out
 
     def left_out(self) -> None:
         """Of no interest: what mixes no tokens is no attention."""
 
 
 def computed(_: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    if isinstance(mask, BlockMask):
+        return _unobserved(lambda: intercept.call_backend("flex", q, k, v, attn_mask=mask, scale=scale))
     return intercept.original_attention()(q, k, v, attn_mask=mask, scale=scale)
+
+
+def _unobserved(call: Callable[[], Any]) -> Any:
+    # Flex attention does not run inside a mode; the copy is made in the mode, which then knows of it.
+    with _disable_current_modes():
+        out = call()
+    return out.clone() if isinstance(out, Tensor) else out
 
 
 @dataclass
@@ -137,8 +138,10 @@ class RecordedBlock:
         self.results: list[Any] = [output] if self.single else list(output) if isinstance(output, (tuple, list)) else []
         self.leaves = dict(arguments.leaves())
         self.mixers: list[MixingModule] = []
-        # Paths of attention modules that are not listened to: if they mix tokens, they are to run by heads.
+        # Paths of attention modules that are not listened to: if they mix tokens, they are to run by heads; and whether
+        # attention with a block mask is listened to.
         self.unheard: tuple[str, ...] = ()
+        self.hears_block_masks = True
         # The reason why it cannot be understood.
         self.note = ""
         self._random = torch.Generator().manual_seed(0)
@@ -184,7 +187,7 @@ class RecordedBlock:
             arguments.set(path, arguments.get(path).clone())
         if self.folding is not None:
             self.folding.unfold(arguments)
-        listener = Listener(answer)
+        listener = Listener(answer, self.hears_block_masks)
         with ExitStack() as undo:
             undo.enter_context(intercept.handled_by(listener))
             for mixer in self.mixers:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_leaves
 
 from ..core.arguments import covers
@@ -105,7 +106,8 @@ def _keeping(block: RecordedBlock) -> tuple[str, ...]:
     """Paths of the attention modules that are given what keeps tensors."""
     given, words = block.arguments, dict[int, str]()
     for name, value in [*zip(given.names, given.args, strict=False), *given.kwargs.items()]:
-        words |= {id(item): f"{name!r}, a {type(value).__name__}" for item in objects_in(value) if holds_tensors(item)}
+        objects = [item for item in objects_in(value) if holds_tensors(item) and not isinstance(item, BlockMask)]
+        words |= {id(item): f"{name!r}, a {type(value).__name__}" for item in objects}
     words |= {id(tensor): "" for *_, tensor in kept_tensors(given)}
     paths: dict[str, set[int]] = {}
 

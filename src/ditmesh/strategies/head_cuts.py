@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..attention.blocks import part_of
 from ..attention.ulysses import HeadExchange
 from ..comm import Link
 from ..comm.autograd import all_gather
@@ -273,6 +275,9 @@ class ByHeads:
                 arguments.set(path, mine(value, 2))
             elif value.dim() == 4 and value.shape[1] == heads and value.shape[2] > 1:
                 arguments.set(path, mine(value, 1))
+        for path, value in arguments.others():
+            if isinstance(value, BlockMask) and value.shape[1] == heads > 1:
+                arguments.set(path, part_of(value, first, number, torch.arange(value.seq_lengths[0])).mask)
         for place, key, value in kept_tensors(arguments):
             if (dim := self._head_dim(value)) is not None:
                 place[key] = mine(value, dim)

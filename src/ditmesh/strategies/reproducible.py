@@ -146,7 +146,7 @@ class TiledSequence(SequenceParallel):
     """`SequenceParallel` in reproducible mode. Also runs on one rank: that is the reference."""
 
     keeps_keys = True
-    travels = False
+    travels = takes_block_masks = False
     # Code after the last block runs as on one device.
     gathers_late = False
 

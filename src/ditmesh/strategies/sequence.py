@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from ..attention import masks
 from ..attention.kernels import local_attention
-from ..attention.mixer import AttentionCall, Compute, Mixer
+from ..attention.mixer import AttentionCall, BlockParts, Compute, Mixer
 from ..comm.autograd import all_gather
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
@@ -51,6 +52,7 @@ class _CutTensors:
         entered: the span of blocks that has been entered and not yet left; ``tiles``: its tiles in reproducible mode.
         attention, attention_calls: that the block in progress is going to make, and how many it has made.
         residuals: how what the model adds between blocks was cut.
+        block_masks: this rank's parts of block masks.
         ran: whether the block in progress runs here, and not on another stage.
     """
 
@@ -62,6 +64,7 @@ class _CutTensors:
     attention: tuple[Attention, ...] = ()
     attention_calls: int = 0
     residuals: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
+    block_masks: BlockParts = field(default_factory=dict)
     ran: bool = True
     tiles: Any = None
 
@@ -71,6 +74,8 @@ class SequenceParallel:
 
     # Whether `attend_distributed` wants to see keys and values even when all tokens are here.
     keeps_keys = False
+    # Whether attention may have torch's `BlockMask`.
+    takes_block_masks = True
     # Whether keys go round the ring while attention is computed.
     travels = True
     # Whether what follows the last block, token by token, is done before tokens are gathered.
@@ -356,26 +361,20 @@ class SequenceParallel:
     # --- attention ---------------------------------------------------------------------------------------
 
     def attend(
-        self,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        backend: str | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, backend: str | None = None
     ) -> Tensor:
         self.kernel.asked_for(backend)
         if self._timing:
-            return self.kernel(q_bhsd, k_bhsd, v_bhsd, scale=scale)
+            return self.kernel(q, k, v, scale=scale)
         index = self._next_call()
         if self.link.size == 1 and not self.keeps_keys:
-            return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask, scale)
-        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+            return self.kernel(q, k, v, mask, scale)
+        if isinstance(mask, Tensor) and mask.requires_grad and torch.is_grad_enabled():
             raise LayoutError(
                 f"{self._site.path}: the attention mask requires a gradient, which does not pass through other ranks' "
                 "parts of it; detach the mask, or train on one device"
             )
-        return self._attend(index, self._planned(self._site, index), q_bhsd, k_bhsd, v_bhsd, mask, scale)
+        return self._attend(index, self._planned(self._site, index), q, k, v, mask, scale)
 
     def _next_call(self) -> int:
         """The number of the block's attention call that begins."""
@@ -417,6 +416,8 @@ class SequenceParallel:
 
     def _mixed(self, a: AttentionCall, groups: list[range], compute: Compute | None = None) -> Tensor:
         """The same with what computes once keys have come; ``groups``: see `Mixer.attend_distributed`."""
+        if isinstance(a.mask, BlockMask):
+            return self.mixer.attend_blocks(a, a.mask, groups, self.balance.speeds, self._call.block_masks)
         mask = a.mask
         if mask is not None:
             mask = masks.everywhere(mask, a.queries, a.keys, self.link, groups[self.mesh.ring.rank], self.steady)

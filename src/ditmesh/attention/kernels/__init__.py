@@ -180,15 +180,17 @@ class LocalAttention:
         return q_bhsd.dtype if told is None else told(q_bhsd)
 
     def _check(self, q_bhsd: Tensor, mask: Tensor | None) -> None:
-        if not self.kernel.supports(q_bhsd, mask):
+        by_pairs = mask is None or isinstance(mask, Tensor)
+        if not self.kernel.supports(q_bhsd, mask) or not (by_pairs or self.kernel.name == "flex"):
             raise LayoutError(_refusal(self.kernel, q_bhsd, mask))
 
 
 def _refusal(kernel: Kernel, q_bhsd: Tensor, mask: Tensor | None) -> str:
-    given = "" if mask is None else f" with a {mask.dtype} mask of {tuple(mask.shape)}"
+    kind = "BlockMask" if mask is not None and not isinstance(mask, Tensor) else f"{getattr(mask, 'dtype', '')} mask"
+    given = "" if mask is None else f" with a {kind} of {tuple(mask.shape)}"
     return (
         f"attention={kernel.name!r} does not support queries of {tuple(q_bhsd.shape)} in {q_bhsd.dtype} on "
-        f"{q_bhsd.device}{given}; use attention='native'"
+        f"{q_bhsd.device}{given}; use attention={'flex' if kind == 'BlockMask' else 'native'!r}"
     )
 
 

@@ -126,8 +126,8 @@ class DiffusersKernel:
         )
 
     def _mask(self, mask: Tensor | None, q_bhsd: Tensor, k_bhsd: Tensor) -> Tensor | None:
-        if mask is None:
-            return None
+        if not isinstance(mask, Tensor):
+            return mask
         mask = additive(mask, q_bhsd.dtype) if self.traits.additive else mask
         return mask.reshape((1,) * (4 - mask.dim()) + mask.shape).expand(-1, -1, -1, k_bhsd.shape[2])
 

@@ -207,7 +207,7 @@ class PatchParallel(SequenceParallel):
     """Handler of one transformer's hooks under PipeFusion; without a ``run`` in progress the model runs as it is."""
 
     keeps_keys = True
-    travels = False
+    travels = takes_block_masks = False
 
     def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh)

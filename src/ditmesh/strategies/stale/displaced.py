@@ -43,6 +43,8 @@ Key = tuple[int, str, int]
 class StaleSequence(SequenceParallel):
     """The base of stale sequence strategies, on the ring axis; ``blocks``: numbers in the drift monitor, by path."""
 
+    takes_block_masks = False
+
     def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh)
         self.control = control
