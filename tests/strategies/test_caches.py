@@ -18,7 +18,6 @@ FLUX = "FluxPipeline true guidance"
 CACHES = {
     "First Block Cache": (FLUX, "first-block(0.72)"),
     "MagCache": (FLUX, "mag(mag_ratios=[1.0])"),
-    "Pyramid Attention Broadcast": (FLUX, "pyramid(2)"),
     "SeaCache": ("WanPipeline", "sea(0.6)"),
     "TaylorSeer": (FLUX, "taylorseer(3, disable_cache_before_step=2)"),
     "TextKV": ("NucleusMoEImagePipeline", "text-kv"),
