@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 from .staleness.policy import FORMS_WITHOUT_DRIFT
 from .staleness.policy import parse as parse_warmup
 
 if TYPE_CHECKING:
     from .config import ParallelConfig
+
+
+# Name in a configuration -> diffusers' class of its settings.
+CACHES = {
+    "first-block": "FirstBlockCacheConfig",
+    "mag": "MagCacheConfig",
+    "pyramid": "PyramidAttentionBroadcastConfig",
+    "sea": "SeaCacheConfig",
+    "taylorseer": "TaylorSeerCacheConfig",
+    "text-kv": "TextKVCacheConfig",
+}
 
 
 def check_combinations(config: ParallelConfig) -> None:
@@ -19,6 +32,8 @@ def check_combinations(config: ParallelConfig) -> None:
     _check_speeds(config)
     _check_stages(config)
     _check_stale(config)
+    if config.cache is not None:
+        parse_cache(config.cache)
     if config.compile == "cudagraphs":
         raise ConfigError(
             "compile='cudagraphs' would record what ranks send once and never send it again; use compile='inductor'"
@@ -145,3 +160,17 @@ def _check_reproducible_patches(config: ParallelConfig) -> None:
             "moves to another rank has no keys of the previous step; with reproducible=True use more stages (pipe) "
             "or data for these ranks, or leave pipe and patches out"
         )
+
+
+def parse_cache(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """The class of diffusers that a text such as ``"first-block(0.05)"`` names, and the arguments for it."""
+    name, values = re.findall(r"^([^(]*)(.*)$", text.strip(), re.DOTALL)[0]
+    if name not in CACHES:
+        near = did_you_mean(name, CACHES) or f"; use one of {', '.join(CACHES)}"
+        raise ConfigError(f"cache={text!r} is no cache of diffusers{near}")
+    try:
+        call: Any = ast.parse(f"_{values or '()'}", mode="eval").body
+        args = [ast.literal_eval(value) for value in call.args]
+        return CACHES[name], args, {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+    except (AttributeError, SyntaxError, ValueError):
+        raise ConfigError(f"cache={text!r} has values that cannot be read; write it as 'first-block(0.05)'") from None

@@ -51,6 +51,7 @@ _DESCRIBED = (
     "speeds",
     "vae",
     "text_encoder",
+    "cache",
 )
 
 # The reason why a setting cannot be trained.
@@ -248,6 +249,16 @@ class ParallelConfig(BaseModel):
             untrained="training draws timesteps; leave it out",
         ),
     ] = False
+    cache: Annotated[
+        str | None,
+        Setting(
+            "Leave out work of some steps by a cache of diffusers, such as 'first-block(0.05)'; the image changes.",
+            decides=True,
+            form="NAME(VALUES)",
+            untrained="what a cache keeps of an earlier step has no gradient; leave it out",
+            option=True,
+        ),
+    ] = None
     shared_memory: Annotated[
         bool, Setting("Pass tensors between ranks on the CPUs of one host through shared memory.")
     ] = True

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,9 +87,7 @@ def by_passed(how: str, config: dict[str, Any], cache: bool = False) -> tuple[st
     truth = run(model, arguments)
     said = None
     if cache:
-        from diffusers import FirstBlockCacheConfig
-
-        model.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+        model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.0))
     with ditmesh.parallelized(model, config):
         before = relative_error(called(model, arguments, cache), truth)
         undo = BY_PASSES[how](model)

@@ -20,9 +20,9 @@ from ditmesh.core.borrowed import TESTED, Borrowed, borrowed_names
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "ditmesh"
-# Of Python itself, or asked for with a way to go on without it: NCCL's groups, the program of a Ray job.
+# Of Python itself, or asked for with a way to go on without it: NCCL's groups, the program of a Ray job, cache-dit.
 ELSEWHERE = {
-    *("_asdict", "_replace", "_fields", "_exit", "_getframe", "_run_exitfuncs", "_thread"),
+    *("_asdict", "_replace", "_fields", "_exit", "_getframe", "_run_exitfuncs", "_thread", "_is_cached"),
     *("_forkserver", "_forkserver_pid", "_inheriting", "_group_start", "_group_end", "_timeout", "_private"),
 }
 # Modules of private parts, of which the listed names are used; torch.compile's settings, which are set if there.

@@ -340,21 +340,6 @@ def test_layers_of_a_chain_stand_in_the_order_in_which_they_were_added():
     assert "forward" not in vars(linear)
 
 
-def test_a_cache_enabled_later_outlives_restore():
-    from diffusers.hooks import FirstBlockCacheConfig
-
-    model, arguments = tiny("Flux"), inputs("Flux", ODD)
-    truth = run(model, arguments)
-    ditmesh.parallelize(model, {"reproducible": True})
-    model.enable_cache(FirstBlockCacheConfig(threshold=0.0))
-    ditmesh.restore(model)
-    assert model.is_cache_enabled
-    with model.cache_context("x"):
-        assert torch.equal(run(model, arguments), truth)
-    model.disable_cache()
-    assert torch.equal(run(model, arguments), truth)
-
-
 def test_what_is_parallelised_is_not_copied(folder):
     pipe, _ = loaded(folder)
     truth = picture(pipe)

@@ -1,99 +1,116 @@
-"""diffusers' caches on several ranks: the decisions, and so the pictures, of one device."""
+"""Caches on several ranks: the decisions, and so the pictures, of one device; docs/caches.md has the figures."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
-from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
 
 import ditmesh
-from support.models import relative_error
-from support.pipelines import MAKERS, arguments, draw
-from support.sample import sampled
+from ditmesh.strategies.caches import cache_settings
+from support.exam import EXAMS, draw
+from support.outcome_pages import DOCS
+from support.parity import largest_error, tensors
 
+FLUX = "FluxPipeline true guidance"
+# A pipeline, and the cache as the setting has it; by axis, whether that enables it, before or after `parallelize`.
 CACHES = {
-    "first block": lambda: FirstBlockCacheConfig(threshold=0.72),
-    "taylorseer": lambda: TaylorSeerCacheConfig(cache_interval=3, disable_cache_before_step=2, max_order=1),
+    "First Block Cache": (FLUX, "first-block(0.72)"),
+    "MagCache": (FLUX, "mag(mag_ratios=[1.0])"),
+    "SeaCache": ("WanPipeline", "sea(0.6)"),
+    "TaylorSeer": (FLUX, "taylorseer(3, disable_cache_before_step=2)"),
+    "TextKV": ("NucleusMoEImagePipeline", "text-kv"),
 }
+AXES = {"ulysses": "setting", "ring": "after", "cfg": "setting", "data": "before"}
+DATA, ULYSSES, TILES = {"data": 2}, {"ulysses": 2}, {"ulysses": 2, "reproducible": True}
 
 
-def cached(
-    cache: str, config: dict[str, Any], enable_first: bool, guidance: float = 1.0
-) -> tuple[float, int, int, float]:
-    """Error against one device with the same cache; blocks computed per rank and on one device; effect of the cache."""
-    pipe = MAKERS["flux"]()
-    transformer = pipe.transformer
-    made = {"steps": 8, "true_cfg_scale": guidance}
-    exact = draw(pipe, arguments("flux", [1], **made))
-    computed: list[int] = []
-    last = transformer.single_transformer_blocks[-1]
-    handle = last.attn.register_forward_pre_hook(lambda *_: computed.append(1))
-    try:
-        transformer.enable_cache(CACHES[cache]())
-        truth = draw(pipe, arguments("flux", [1], **made))
-        alone = len(computed)
-        transformer.disable_cache()
+def on_all_axes(name: str) -> dict[str, Any]:
+    """By axis, the error of two requests against one device with the cache, and the calls of attention."""
+    exam, setting = CACHES[name]
+    pipe, computed = EXAMS[exam].make(), []
+    transformer, settings = pipe.transformer, cache_settings(setting, lambda: pipe.current_timestep, 8)
+
+    def requests() -> list[Any]:
         computed.clear()
-        if enable_first:
-            transformer.enable_cache(CACHES[cache]())
-        ditmesh.parallelize(pipe, config)
-        if not enable_first:
-            transformer.enable_cache(CACHES[cache]())
-        value = draw(pipe, arguments("flux", [1], **made))
-        ditmesh.restore(pipe)
-    finally:
-        handle.remove()
-        if transformer.is_cache_enabled:
+        return [tensors(draw(pipe, EXAMS[exam].call(two) | {"num_inference_steps": 8})) for two in ([1, 2], [2, 0])]
+
+    exact = requests()
+    last = [module for module in transformer.modules() if "Attention" in type(module).__name__][-1]
+    last.register_forward_hook(lambda *_: computed.append(1))
+    transformer.enable_cache(settings)
+    truth = requests()
+    found: dict[str, Any] = {"effect": largest_error(truth[0], exact[0]), "alone": len(computed)}
+    transformer.disable_cache()
+    for axis, how in AXES.items():
+        if how == "before":
+            transformer.enable_cache(settings)
+        with ditmesh.parallelized(pipe, {axis: 2} | ({"cache": setting} if how == "setting" else {})):
+            if how == "after":
+                transformer.enable_cache(settings)
+            found[axis] = max(map(largest_error, requests(), truth)), len(computed)
+        if how != "setting":
             transformer.disable_cache()
-    return relative_error(value, truth), alone, len(computed), relative_error(truth, exact)
+    assert largest_error(requests()[0], exact[0]) == 0  # undone to the bit
+    return found
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_the_image_of_one_device_with_the_same_cache(ranks, name, request):
+    worst = dict.fromkeys(AXES, 0.0)
+    for found in ranks(2).run(on_all_axes, name):
+        assert (found.pop("effect") > 1e-3) == (name != "TextKV")  # which is exact
+        alone = found.pop("alone")
+        for axis, (error, computed) in found.items():
+            assert error < 1e-4
+            # Of a derived layout the first call is broken off.
+            assert computed == alone or name == "TextKV"
+            worst[axis] = max(worst[axis], error)
+    row = f"| {name} | {' | '.join('0' if error == 0 else f'{error:.0e}' for error in worst.values())} |"
+    page = DOCS / "caches.md"
+    text = re.sub(rf"^\| {name} \|.*$", row, page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert row in text
+    if request.config.getoption("--write-support"):
+        page.write_text(text, encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    ("config", "enable_first", "cache"), sampled([{"ulysses": 2}, {"ring": 2}], [True, False], CACHES, of=2), ids=str
+    ("how", "cache", "exam", "config", "sentence"),
+    [
+        ("after", "first-block", FLUX, TILES, "tile by tile; disable_cache()"),
+        ("before", "sea", "WanPipeline", TILES, "tile by tile"),
+        ("setting", "first-block", FLUX, {"pipe": 2, "patches": 2}, "patch by patch"),
+        (
+            "after",
+            "mag(mag_ratios=[1.0])",
+            "Flux2Pipeline",
+            ULYSSES,
+            "transformer_blocks and single_transformer_blocks",
+        ),
+        ("before", "mag(calibrate=True)", FLUX, ULYSSES, "calibrate on one device"),
+        ("setting", "fist-block", FLUX, DATA, "no cache of diffusers; did you mean 'first-block'"),
+        ("setting", "first-block('a')", FLUX, DATA, "threshold: input should be a valid number"),
+        ("setting", "text-kv", FLUX, DATA, "it finds nothing to leave out; leave cache out"),
+        ("setting", "first-block", "SanaPipeline", DATA, "or diffusers has none for it"),
+        ("cache-dit", "mag(calibrate=True)", FLUX, DATA, "call cache_dit.disable_cache(...)"),
+    ],
 )
-def test_caches(ranks, cache, config, enable_first):
-    for error, alone, together, effect in ranks(2).run(cached, cache, config, enable_first):
-        assert error < 1e-4
-        assert alone == together
-        assert effect > 1e-3  # the cache did skip something
+def test_what_cannot_be_right_is_refused_in_a_sentence(ranks, how, cache, exam, config, sentence):
+    for words in ranks(2).run(refused, how, cache, exam, config):
+        assert sentence in words
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_every_branch_of_guidance_has_a_cache_of_its_own(ranks, cache):
-    """A branch run in another one's place would look into that one's cache."""
-    for error, alone, together, effect in ranks(2).run(cached, cache, {"cfg": 2}, True, 3.0):
-        assert error < 1e-4
-        assert alone == together
-        assert effect > 1e-3
-
-
-def said(config: dict[str, Any], enable_first: bool) -> str:
-    """The sentence that refuses a cache; or how far off its picture is."""
-    pipe = MAKERS["flux"]()
-    made = arguments("flux", [1], steps=4, true_cfg_scale=1.0)
-    exact = draw(pipe, made)
+def refused(how: str, cache: str, exam: str, config: dict[str, Any]) -> str:
+    pipe = EXAMS[exam].make()
     try:
-        if enable_first:
-            pipe.transformer.enable_cache(CACHES["first block"]())
-        with ditmesh.parallelized(pipe, config):
-            if not enable_first:
-                pipe.transformer.enable_cache(CACHES["first block"]())
-            try:
-                return f"off by {relative_error(draw(pipe, made), exact)}"
-            except ditmesh.ConfigError as error:
-                return str(error)
-    finally:
-        pipe.transformer.disable_cache()
-
-
-@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize(
-    ("config", "part"),
-    [({"ulysses": 2, "reproducible": True}, "tile by tile"), ({"pipe": 2, "warmup": "fixed(1)"}, "patch by patch")],
-    ids=str,
-)
-def test_a_cache_that_would_mix_parts_of_an_image_is_refused(ranks, config, part, first):
-    for words in ranks(2).run(said, config, first):
-        assert part in words
-        assert "disable_cache()" in words
+        if how == "before":
+            pipe.transformer.enable_cache(cache_settings(cache))
+        with ditmesh.parallelized(pipe, config | ({"cache": cache} if how == "setting" else {})):
+            if how == "after":
+                pipe.transformer.enable_cache(cache_settings(cache))
+            pipe.transformer._is_cached = how == "cache-dit"
+            draw(pipe, EXAMS[exam].call([1]))
+    except ditmesh.ConfigError as error:
+        return str(error)
+    return "it ran"

@@ -319,6 +319,7 @@ def config_options(words: Mapping[str, str] | None = None) -> Options:
         kind, about = ParallelConfig.model_fields[name].annotation, setting(name)
         option = config_option(
             *((f"--{name}",) if kind is bool else ()),
+            metavar=about.form,
             help=(words or {}).get(name, about.help),
             show_default=False,
             hidden=words is not None and about.untrained is not None,

@@ -36,6 +36,7 @@ from ..layout.without_values import (
 )
 from ..recipe import PRECOMPUTED, RECIPE, Recipe, keeps_between_steps
 from ..strategies.base import Context, Request, Strategy
+from ..strategies.caches import Caches
 from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.rows import DecodedRows
 from ..strategies.sharded import ShardedWeights, Unit
@@ -47,8 +48,8 @@ from .sizes import Workload
 
 # Steps of a stale strategy that are looked at: a synchronous one, one that uses its keys, one that overwrites them.
 WALKED_STEPS = 3
-# What is computed ahead needs a scheduler; `phases` counts it, and here it decides what is in pieces.
-WALKED: Recipe = tuple(strategy for strategy in RECIPE if strategy is not PRECOMPUTED)
+# What is computed ahead needs a scheduler; `phases` counts it, here it decides what is in pieces. Caches need values.
+WALKED: Recipe = tuple(strategy for strategy in RECIPE if strategy not in (PRECOMPUTED, Caches))
 
 
 def denoise(

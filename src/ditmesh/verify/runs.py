@@ -33,7 +33,9 @@ from .steps import ComparedTensor, StepRecorder, Steps, compare_steps
 
 
 def reference_config(config: ParallelConfig) -> ParallelConfig | None:
-    """The one-device reference: the same settings for a reproducible configuration, else None (plain diffusers)."""
+    """The one-device reference: the same settings for a reproducible configuration, its cache, or None (diffusers)."""
+    if config.cache is not None:
+        return ParallelConfig(cache=config.cache)
     return resized(config, 1) if config.reproducible else None
 
 
