@@ -2,7 +2,6 @@
 
 torch's fake tensors refuse a CPU tensor among the device's. What torch has for CUDA in its CUDA wheels alone, a device
 guard and what autograd asks of a device, is a small library here, made by g++ once for every version of torch.
-
 DITMESH_FAKE_DEVICE=name gives it another name (PrivateUse1), which torch has for the accelerator of the process then.
 
 Gradients are computed as on a GPU, in autograd's thread of the device. torch starts these threads at the first backward
@@ -143,6 +142,7 @@ def _library() -> tuple[str | None, ctypes.CDLL | None]:
         torch._register_device_module(KIND, Module(f"torch.{KIND}"))
         for backend in ("gloo", "fake"):
             dist.Backend.backend_capability[backend].append(KIND)
+        ctypes.CDLL(str(library)).is_there(1)
     return None, ctypes.CDLL(str(library))
 
 
@@ -635,8 +635,7 @@ def fake_device(found: bool = False) -> Iterator[FakeDevice]:
             stack.enter_context(mock.patch.object(intercept, "sdpa", attend))
             if plain:
                 stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", attend))
-        _, library = _library()
-        assert library is not None
+        library: Any = _library()[1]
         library.is_there(1)
         stack.callback(library.is_there, 0)
         stack.enter_context(mock.patch.dict(dist.Backend.default_device_backend_map, {KIND: "nccl"}))
