@@ -525,10 +525,6 @@ FOUND: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "manual_seed", lambda *_: None),
     (torch.cuda, "empty_cache", lambda: None),
     (torch.cuda, "reset_peak_memory_stats", lambda *_: None),
-    *(
-        (torch.accelerator, name, lambda *_: 1 << 20)
-        for name in ("memory_allocated", "memory_reserved", "max_memory_allocated")
-    ),
     (torch.cuda, "is_available", lambda: True),
     (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
     (torch.cuda, "device_count", lambda: 1),
@@ -614,6 +610,10 @@ def fake_device(found: bool = False) -> Iterator[FakeDevice]:
             (dist, "broadcast_object_list", _on_host(dist.broadcast_object_list)),
             (dist, "gather_object", _on_host(dist.gather_object)),
             (dist, "scatter_object_list", _on_host(dist.scatter_object_list)),
+            *(
+                (torch.accelerator, name, lambda *_: 1 << 20)
+                for name in ("memory_allocated", "memory_reserved", "max_memory_allocated")
+            ),
             (module, "_lazy_init", lambda: None),
             (module, "get_rng_state", lambda *_: torch.get_rng_state()),
             (module, "set_rng_state", lambda *_: None),
