@@ -2,7 +2,6 @@
 
 torch's fake tensors refuse a CPU tensor among the device's. What torch has for CUDA in its CUDA wheels alone, a device
 guard and what autograd asks of a device, is a small library here, made by g++ once for every version of torch.
-
 DITMESH_FAKE_DEVICE=name gives it another name (PrivateUse1), which torch has for the accelerator of the process then.
 
 Gradients are computed as on a GPU, in autograd's thread of the device. torch starts these threads at the first backward
@@ -143,6 +142,7 @@ def _library() -> tuple[str | None, ctypes.CDLL | None]:
         torch._register_device_module(KIND, Module(f"torch.{KIND}"))
         for backend in ("gloo", "fake"):
             dist.Backend.backend_capability[backend].append(KIND)
+        ctypes.CDLL(str(library)).is_there(1)
     return None, ctypes.CDLL(str(library))
 
 
@@ -525,10 +525,6 @@ FOUND: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "manual_seed", lambda *_: None),
     (torch.cuda, "empty_cache", lambda: None),
     (torch.cuda, "reset_peak_memory_stats", lambda *_: None),
-    *(
-        (torch.accelerator, name, lambda *_: 1 << 20)
-        for name in ("memory_allocated", "memory_reserved", "max_memory_allocated")
-    ),
     (torch.cuda, "is_available", lambda: True),
     (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
     (torch.cuda, "device_count", lambda: 1),
@@ -614,6 +610,10 @@ def fake_device(found: bool = False) -> Iterator[FakeDevice]:
             (dist, "broadcast_object_list", _on_host(dist.broadcast_object_list)),
             (dist, "gather_object", _on_host(dist.gather_object)),
             (dist, "scatter_object_list", _on_host(dist.scatter_object_list)),
+            *(
+                (torch.accelerator, name, lambda *_: 1 << 20)
+                for name in ("memory_allocated", "memory_reserved", "max_memory_allocated")
+            ),
             (module, "_lazy_init", lambda: None),
             (module, "get_rng_state", lambda *_: torch.get_rng_state()),
             (module, "set_rng_state", lambda *_: None),
@@ -635,8 +635,7 @@ def fake_device(found: bool = False) -> Iterator[FakeDevice]:
             stack.enter_context(mock.patch.object(intercept, "sdpa", attend))
             if plain:
                 stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", attend))
-        _, library = _library()
-        assert library is not None
+        library: Any = _library()[1]
         library.is_there(1)
         stack.callback(library.is_there, 0)
         stack.enter_context(mock.patch.dict(dist.Backend.default_device_backend_map, {KIND: "nccl"}))

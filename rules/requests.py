@@ -26,7 +26,7 @@ from ditmesh.train import reduce_gradients, run
 from ditmesh.train.gradients import reduce as averaging
 from ditmesh.train.trainer import Progress, Trainer
 from ditmesh.zoo import path as find
-from rules.fake_cuda import KIND, FakeDevice, fake_device, on_device
+from rules.fake_cuda import KIND, FakeDevice, fake_device, on_device, unavailable
 from rules.fake_world import one_of
 from support import gradients, more_pipelines, pipelines
 from support.families import family_by_hand
@@ -62,6 +62,7 @@ def both(
         work: gets the device, whose looks it may clear; its result is read at the end.
         found: see `fake_device`.
     """
+    assert unavailable() is None
     made: list[dict[str, Tensor]] = []
     looks: dict[str, int] = {}
     for context in (nullcontext(), fake_device(found)):
@@ -221,6 +222,7 @@ def training_run(folder: str, config: dict[str, Any]) -> tuple[list[float], list
 
     Both losses, and what the host waits for in the last step, by owner, file and operation.
     """
+    assert unavailable() is None
     losses, looks = [], Counter()
     optimizer_step = Trainer._optimizer_step
 

@@ -341,7 +341,6 @@ def test_weights_that_are_a_program_are_refused_in_one_sentence(model: Path, tmp
         (("verify", ""), "the configuration '' is empty"),
         (("verify", "ulysses=1"), "'1 device' compares one device with itself"),
         (("verify", "ulysses=2", "--num-images", "2000"), "use 1024 at most"),
-        (("doctor", "--device", "gpu"), "device gpu: torch "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

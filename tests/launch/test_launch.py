@@ -291,7 +291,6 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, kind:
     assert resolve_device("cpu", 3) == "cpu"
     with pytest.raises(ConfigError, match="3 ranks need 3 GPUs, but 2 are there; use at most 2 devices"):
         resolve_device("auto", 3)
-    # Tensors would travel through the host.
     monkeypatch.setitem(torch.distributed.Backend.default_device_backend_map, kind, "gloo")
     assert (resolve_device("auto", 2), resolve_device(kind, 2)) == ("cpu", kind)
 
