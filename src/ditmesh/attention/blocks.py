@@ -50,5 +50,5 @@ def part_of(mask: BlockMask, first: int, count: int, places: Tensor) -> BlockRow
         return None if table is None else (table if shared else table[:, first : first + count])[:, :, blocks]
 
     tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    lengths = (len(rows), mask.seq_lengths[1])
-    return BlockRows(BlockMask.from_kv_blocks(*map(part, tables), mask.BLOCK_SIZE, mask_mod, lengths), slots)
+    given: Any = (*map(part, tables), mask.BLOCK_SIZE, mask_mod, (len(rows), mask.seq_lengths[1]))
+    return BlockRows(BlockMask.from_kv_blocks(*given), slots)

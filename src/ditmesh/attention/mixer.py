@@ -143,7 +143,8 @@ class Mixer:
         elif self.travels:
             outs = [self._round_the_ring(q[0], k, v, keys.regroup(groups), given[0], scale)]
         else:
-            outs = compute(q, *gather_keys(ring, (k, v), keys.regroup(groups)), given)
+            k, v = gather_keys(ring, (k, v), keys.regroup(groups))
+            outs = compute(q, k, v, given)
         if exchange is None or ours is None:
             return outs
         if tiles is None:
@@ -181,7 +182,7 @@ class Mixer:
             ulysses.traffic.blocks += blocks_of_heads(part.mask).sum() * (len(q[0]) // samples * q[0].shape[1] // heads)
             return [part.attend(self.kernel, q[0], k, v, a.scale)]
 
-        tensors = [a.q_bhsd], a.k_bhsd, a.v_bhsd, [None]
+        tensors: Any = [a.q_bhsd], a.k_bhsd, a.v_bhsd, [None]
         return self.attend_distributed(*tensors, a.queries, a.keys, groups, weights, a.scale, compute, None, costs)[0]
 
     def _round_the_ring(
