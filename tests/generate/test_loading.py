@@ -178,11 +178,7 @@ def test_missing_weights_are_refused_by_name_everywhere(tmp_path, model, compone
 def picture_job(folder):
     info = find_model(folder)
     return PictureJob(
-        model=str(folder),
-        name=str(folder),
-        pipeline_class=info.pipeline_class,
-        prompts=("a fox",),
-        out="",
+        model=str(folder), name=str(folder), pipeline_class=info.pipeline_class, prompts=("a fox",), out=""
     )
 
 
@@ -222,10 +218,7 @@ def with_entry(folder, **entries):
 def test_what_a_folder_names_and_nobody_has_is_one_sentence(tmp_path, entries, words):
     folder = with_entry(tmp_path / "model", **entries)
     run = configured(settings(tmp_path, tmp_path / "out", pretrained_model_name_or_path=str(folder)))
-    for load, *arguments in (
-        (ditmesh.load, folder, {}),
-        (loaded_pipeline, run),
-    ):
+    for load, *arguments in ((ditmesh.load, folder, {}), (loaded_pipeline, run)):
         assert re.search(words, sentence_of(load, *arguments))
 
 

@@ -50,9 +50,7 @@ def cached(
 
 
 @pytest.mark.parametrize(
-    ("config", "enable_first", "cache"),
-    sampled([{"ulysses": 2}, {"ring": 2}], [True, False], CACHES, of=2),
-    ids=str,
+    ("config", "enable_first", "cache"), sampled([{"ulysses": 2}, {"ring": 2}], [True, False], CACHES, of=2), ids=str
 )
 def test_caches(ranks, cache, config, enable_first):
     for error, alone, together, effect in ranks(2).run(cached, cache, config, enable_first):

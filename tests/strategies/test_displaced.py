@@ -136,10 +136,7 @@ def traffic(name: str, config: dict[str, Any], size: Any) -> tuple[int, int, int
 
 @pytest.mark.parametrize(
     ("compress", "predict"),
-    [
-        *((name, "none") for name in (None, "bf16", "int8")),
-        *((name, "linear") for name in (None, "int4")),
-    ],
+    [*((name, "none") for name in (None, "bf16", "int8")), *((name, "linear") for name in (None, "int4"))],
 )
 @pytest.mark.parametrize(("name", "world"), [("SD3", 2), pytest.param("Flux", 3, marks=pytest.mark.matrix)])
 def test_bytes(ranks, name, world, compress, predict):

@@ -132,11 +132,7 @@ def test_a_call_of_another_form_is_looked_at_anew(ranks):
 
 @pytest.mark.parametrize(
     ("model", "config"),
-    sampled(
-        ["SD3", "Flux"],
-        [{"ulysses": 2}, {"ulysses": 4}, {"ulysses": 8}, {"ring": 2, "exchange": "gather"}],
-        of=2,
-    ),
+    sampled(["SD3", "Flux"], [{"ulysses": 2}, {"ulysses": 4}, {"ulysses": 8}, {"ring": 2, "exchange": "gather"}], of=2),
     ids=str,
 )
 def test_keys_in_the_order_of_one_device_give_its_bits(ranks, model, config):
@@ -211,11 +207,7 @@ def ring_events(config):
         return mock.patch.object(owner, name, lambda *args, **more: events.append(event) or original(*args, **more))
 
     mesh, q = ditmesh.Mesh(ditmesh.ParallelConfig(**config)), torch.randn(1, 2, 8, 4)
-    with (
-        noted(Link, "shift", "post"),
-        noted(Transfer, "wait", "wait"),
-        noted(ring, "attend_with_lse", "compute"),
-    ):
+    with noted(Link, "shift", "post"), noted(Transfer, "wait", "wait"), noted(ring, "attend_with_lse", "compute"):
         ring.ring_attention(mesh.ring, q, q, q, [8] * mesh.ring.size)
     mesh.close()
     return events

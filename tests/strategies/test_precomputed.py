@@ -557,8 +557,7 @@ def test_a_change_inside_of_a_request_is_seen(change):
 
 
 @pytest.mark.parametrize(
-    "scheduler",
-    ["FlowMatchHeunDiscreteScheduler", "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"],
+    "scheduler", ["FlowMatchHeunDiscreteScheduler", "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"]
 )
 def test_samplers(scheduler):
     pipe = PIPELINES["sd3"]()

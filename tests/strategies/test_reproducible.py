@@ -144,12 +144,7 @@ def test_the_embedded_model(ranks):
 
 PATCHES = {"patches": 4, "warmup": "fixed(1)"}
 # Four blocks, for as many stages.
-DEEP = {
-    "SD3": {"num_layers": 4},
-    "Flux": {},
-    "DiT": {"num_layers": 4},
-    "PixArt": {"num_layers": 4},
-}
+DEEP = {"SD3": {"num_layers": 4}, "Flux": {}, "DiT": {"num_layers": 4}, "PixArt": {"num_layers": 4}}
 STAGES = {1: [{}], 2: [{"pipe": 2}, {"pipe": 2, "stages": (1, 3)}], 4: [{"pipe": 4}]}
 
 

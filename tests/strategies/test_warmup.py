@@ -50,16 +50,7 @@ def test_decisions(policy, devices, expected):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        "fixed",
-        "fixed(-1)",
-        "fixed(1.5)",
-        "steps(-1)",
-        "adaptive(1, 0)",
-        "always(3)",
-        "adaptive(nan)",
-    ],
+    "wrong", ["fixed", "fixed(-1)", "fixed(1.5)", "steps(-1)", "adaptive(1, 0)", "always(3)", "adaptive(nan)"]
 )
 def test_wrong_policies_are_refused(wrong):
     with pytest.raises(ditmesh.ConfigError, match=r"is not a warm-up policy; use 'fixed\(4\)', .*'adaptive\(0.05\)'"):

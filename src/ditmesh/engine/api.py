@@ -24,16 +24,7 @@ from .auto import configuration_for
 from .controls import ControlNets
 from .engine import Engine
 from .first_call import FirstCall
-from .targets import (
-    ENGINE,
-    ConfigLike,
-    denoisers,
-    device_of,
-    find_layout,
-    given_layout,
-    refuse_twice,
-    restore,
-)
+from .targets import ENGINE, ConfigLike, denoisers, device_of, find_layout, given_layout, refuse_twice, restore
 
 T = TypeVar("T")
 
@@ -67,8 +58,7 @@ def parallelize(
     Pipelines that share a transformer (``from_pipe``) share its ranks: call this on each of them with the same
     configuration; the weights are restored with the last pipeline.
 
-    Returns:
-        ``target`` itself.
+    Returns ``target`` itself.
 
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.
