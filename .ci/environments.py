@@ -1,5 +1,5 @@
-"""Tries the oldest or the newest set of packages that pyproject.toml allows: `make oldest`, `make newest`; or the newest
-with diffusers' development version: `make development`.
+"""Tries the oldest or the newest set of packages that pyproject.toml allows (`make oldest`, `make newest`), or the
+newest with diffusers' development version (`make development`).
 
 An empty virtual environment is filled from names alone: for the oldest set every named package is at its lower bound.
 In it, outside the checkout, the wheel imports all of its modules, generates on two ranks, verifies five configurations,

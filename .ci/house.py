@@ -1,5 +1,5 @@
-"""Checks of `make lint` on src/ditmesh: one class a name, no import circles, ceilings, reasons for complex functions and
-for names of CUDA.
+"""Checks of `make lint` on src/ditmesh: one class a name, no import circles, ceilings, reasons for complex functions
+and for names of CUDA.
 
 ``--budget`` prints the lines of each room beside its ceiling of ceilings.txt. A room above its ceiling fails the
 check: a feature that needs more lines takes them from its own room, or raises the ceiling with the reason.

@@ -126,8 +126,7 @@ def _unreachable(url: str, error: Exception) -> ServerError | InputError:
 def _event(fields: Mapping[str, str]) -> Event | None:
     """The event of a block of lines; None: none, or one of a newer server.
 
-    Raises:
-        ServerError: the server says that its stream has failed.
+    `ServerError`: the server says that its stream has failed.
     """
     if "data" not in fields:
         return None
@@ -181,8 +180,7 @@ class Client:
                 ``(width, height)`` or ``"1024x768"``; ``loras`` as names, or scales by name; and input images
                 ``image``, ``mask``, ``control``, ``ip_image`` as PIL images, file names, or bytes.
 
-        Returns:
-            The images, each with the ``.receipt`` of its generation (`generate.receipt.Receipt`).
+        Returns the images, each with the ``.receipt`` of its generation (`generate.receipt.Receipt`).
         """
         job = self.submit(prompt, **options)
         try:

@@ -386,8 +386,7 @@ class ParallelConfig(BaseModel):
     def read(cls, source: ParallelConfig | Mapping[str, Any] | str | Path) -> ParallelConfig:
         """Read a configuration from a mapping or a YAML file (``"auto"`` needs a world size: see `auto`).
 
-        Raises:
-            ConfigError: the file cannot be read, is not YAML, or holds unknown or impossible values.
+        `ConfigError`: the file cannot be read, is not YAML, or holds unknown or impossible values.
         """
         if isinstance(source, ParallelConfig):
             return source

@@ -54,8 +54,7 @@ def _options(
 def plan_of(arguments: Mapping[str, Any]) -> ServerPlan:
     """A server from its settings by name, which are the options of ``ditmesh serve`` with underscores.
 
-    Raises:
-        InputError: there is no such setting, or its value is not possible.
+    `InputError`: there is no such setting, or its value is not possible.
     """
     check_installed()
     app = typer.Typer(add_completion=False)
@@ -89,11 +88,9 @@ def build(arguments: dict[str, Any]) -> Any:
     One replica of Ray Serve holds the queue and the HTTP API. Ranks are actors of the cluster, ``replicas`` groups of
     ``devices`` of them behind that one queue.
 
-    Args:
-        arguments: settings by name; values as text or as YAML has them.
+    ``arguments``: settings by name; values as text or as YAML has them.
 
-    Raises:
-        InputError: a setting is not possible. ConfigError: Ray Serve is not installed.
+    `InputError`: a setting is not possible. `ConfigError`: Ray Serve is not installed.
     """
     try:
         from ray import serve

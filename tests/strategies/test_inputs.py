@@ -246,8 +246,7 @@ def test_settings_are_refused_by_name(ranks):
 def stochastic(seeds: tuple[int, int]) -> tuple[float, torch.Tensor, torch.Tensor]:
     """A sampler that asks the default generator, although a generator was passed.
 
-    Returns:
-        error against one device; this rank's next random numbers, and those it would have had without the calls.
+    Returns error against one device; this rank's next random numbers, and those it would have had without the calls.
     """
     pipe = MAKERS["sd3"]()
     pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, stochastic_sampling=True)

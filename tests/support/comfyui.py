@@ -161,11 +161,7 @@ class ComfyUI:
             self._outputs.clear()
 
     def run(self, workflow: Workflow, pnginfo: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Run a workflow in a thread; what its output nodes show, by id.
-
-        Raises:
-            Exception: whatever a node raises.
-        """
+        """Run a workflow in a thread; what its output nodes show, by id. `Exception`: whatever a node raises."""
         shown: dict[str, Any] = {}
         failed: list[BaseException] = []
 

@@ -142,8 +142,7 @@ def training_step(
     One as it is, one after a forward without gradients with activation checkpointing, and one in which two calls of
     different sizes are under way.
 
-    Args:
-        adapted: train LoRA adapters only.
+    ``adapted``: train LoRA adapters only.
     """
     with in_double(name) if dtype == "float64" else nullcontext():
         return _training_step(name, config, getattr(torch, dtype), size, adapted)

@@ -86,11 +86,7 @@ class Host:
         return started
 
     def run(self, command: Sequence[str], **more: Any) -> str:
-        """Run a command on this host and return its standard output.
-
-        Raises:
-            subprocess.CalledProcessError: it failed.
-        """
+        """Run a command on this host and return its standard output. `subprocess.CalledProcessError`: it failed."""
         done = subprocess.run(self.command(command), stdout=subprocess.PIPE, text=True, check=True, **more)
         return done.stdout
 
@@ -149,8 +145,7 @@ class Hosts(list[Host]):
             ranks: of every host.
             extra, more: see `Host.start`.
 
-        Returns:
-            The agents, in the order of hosts.
+        Returns the agents, in the order of hosts.
         """
         meet = ["--master-addr", self[0].address, "--master-port", str(PORT)]
         return [
@@ -185,12 +180,10 @@ class Hosts(list[Host]):
 def two_hosts(folder: str | os.PathLike[str] | None = None) -> Iterator[Hosts]:
     """Two hosts, joined by a cable, for as long as the context lasts.
 
-    Args:
-        folder: one that both of them see at the path that it has here; of the rest of ``/tmp`` they see the Python
-            environment and this clone where these lie there, and nothing else.
+    ``folder``: one that both of them see at the path that it has here; of the rest of ``/tmp`` they see the Python
+    environment and this clone where these lie there, and nothing else.
 
-    Raises:
-        NoHosts: namespaces cannot be made here.
+    `NoHosts`: namespaces cannot be made here.
     """
     if reason := missing():
         raise NoHosts(reason)

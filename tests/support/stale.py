@@ -42,8 +42,7 @@ def next_step(model: Any) -> None:
 def frozen(name: str, config: dict[str, Any], label: str, clear: bool = False) -> tuple[list[float], bool]:
     """Errors of a synchronous and two stale steps at the same inputs; whether anything was kept between them.
 
-    Args:
-        clear: the negative control: what is kept of other ranks is lost before the second step.
+    ``clear``: the negative control: what is kept of other ranks is lost before the second step.
     """
     model, arguments = tiny(name), inputs(name, sizes(name)[label])
     truth = run(model, arguments)

@@ -102,8 +102,7 @@ class Syncs:
 def asked_by(through: str = __file__) -> tuple[str, str, tuple[str, ...]]:
     """Owner, place and stack, as of a `Sync`, of the operation that torch dispatches at the moment.
 
-    Args:
-        through: the file of the mode that it is dispatched to.
+    ``through``: the file of the mode that it is dispatched to.
     """
     frame = sys._getframe(1)
     owner, place, stack = "other", "", []

@@ -48,11 +48,7 @@ def short(data, out, **more):
 
 
 class Faulty:
-    """Raises in the second step of a trainer on this rank.
-
-    Args:
-        point: where; one of `POINTS`.
-    """
+    """Raises in the second step of a trainer on this rank. ``point``: where; one of `POINTS`."""
 
     def __init__(self, trainer: Trainer, point: str) -> None:
         self._trainer = trainer

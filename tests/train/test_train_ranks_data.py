@@ -41,8 +41,7 @@ def data(tmp_path_factory) -> Path:
 def run(given, per_rank=None, until=None):
     """A run on this rank: names asked for and trained, losses, what it tells; or its error.
 
-    Args:
-        given: the run; per_rank: settings of every rank that differ.
+    ``given``: the run; per_rank: settings of every rank that differ.
     """
     config = configured(given | ((per_rank or {}).get(rank_of()) or {}))
     seen: list[tuple[str, str]] = []

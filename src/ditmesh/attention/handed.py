@@ -55,8 +55,7 @@ def allow_handed() -> None:
 class HandedAttention:
     """Stands where a model calls its attention: ``override(function, q, k, v, heads, mask=..., ...)``.
 
-    Args:
-        inner: what stood there before, called in the same way; None: the function alone.
+    ``inner``: what stood there before, called in the same way; None: the function alone.
     """
 
     def __init__(self, inner: Callable[..., Any] | None = None) -> None:

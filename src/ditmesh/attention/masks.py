@@ -27,8 +27,7 @@ def everywhere(
         queries, keys: the streams of either, by rank of ``link``.
         steady: whether the mask has the same origin as in the previous step, as in `per_token`.
 
-    Raises:
-        LayoutError: the mask does not say what other ranks' tokens may see.
+    `LayoutError`: the mask does not say what other ranks' tokens may see.
     """
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     here = queries.lengths[link.rank]

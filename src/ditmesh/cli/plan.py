@@ -38,8 +38,7 @@ class HardwareOptions:
     """Options of the hardware."""
 
     devices: Annotated[
-        int | None,
-        common_option("--devices", "-n", help="Plan for this many devices.", callback=at_least(1)),
+        int | None, common_option("--devices", "-n", help="Plan for this many devices.", callback=at_least(1))
     ] = None
     hardware: Annotated[
         str | None,
@@ -75,8 +74,7 @@ def plan(
     machine: HardwareOptions,
     size: Size = None,
     steps: Annotated[
-        int | None,
-        common_option("--steps", "-s", help="Set the number of denoising steps.", callback=at_least(1)),
+        int | None, common_option("--steps", "-s", help="Set the number of denoising steps.", callback=at_least(1))
     ] = None,
     frames: Frames = None,
     text: Annotated[int | None, job_option(help="Set the number of text tokens.", callback=at_least(0))] = None,

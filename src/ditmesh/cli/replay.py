@@ -35,8 +35,7 @@ Config = Annotated[
     ),
 ]
 Model = Annotated[
-    str | None,
-    common_option("--model", "-m", help="Load this model: folder or hub id.", show_default="the receipt's"),
+    str | None, common_option("--model", "-m", help="Load this model: folder or hub id.", show_default="the receipt's")
 ]
 Out = Annotated[str, common_option("--out", "-o", metavar="DIR", help="Write the new image into this folder.")]
 

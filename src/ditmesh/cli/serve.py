@@ -377,8 +377,7 @@ def _serve(backend: Any, settings: ApiSettings, listening: Any, grace: float, lo
 
     if settings.keys is None and listening.getsockname()[0] not in LOOPBACK:
         print(
-            "ditmesh: all who reach this machine may use the server; let keys decide with --keys FILE",
-            file=sys.stderr,
+            "ditmesh: all who reach this machine may use the server; let keys decide with --keys FILE", file=sys.stderr
         )
     app = create_app(backend, settings)
     server = HttpServer(

@@ -68,8 +68,7 @@ def train(
         bool, common_option("--resume", help="Resume from the newest complete checkpoint in output_dir.")
     ] = False,
     check: Annotated[
-        bool,
-        common_option("--check", help="Say how the model would be trained and on what, try it, and leave."),
+        bool, common_option("--check", help="Say how the model would be trained and on what, try it, and leave.")
     ] = False,
     parallel: TrainingOptions,
     device: Device = "auto",

@@ -53,8 +53,7 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> s
     ``torch.distributed.get_backend`` names how a group was asked for instead: ``"undefined"`` after an
     ``init_process_group()`` without a backend, for a group that sends CPU tensors over gloo.
 
-    Args:
-        group: None: the default group, which has to be there.
+    ``group``: None: the default group, which has to be there.
     """
     # The typed stub leaves out that WORLD is there once the default group is.
     world = dist.group.WORLD if group is None else group

@@ -66,8 +66,7 @@ class Link(Transports):
             outgoing: how many of its elements go to every rank of the group.
             incoming: how many come from each.
 
-        Returns:
-            The elements of all ranks, in rank order.
+        Returns the elements of all ranks, in rank order.
         """
         self._enter("all_to_all")
         self.traffic.add(self.name, sum(outgoing[peer] for peer in self._others) * packed.element_size())
@@ -82,8 +81,7 @@ class Link(Transports):
             outgoing: for every rank of the group the tensors it is to have, any strides; all of one dtype.
             shapes: shapes of the tensors that every rank sends here.
 
-        Returns:
-            The tensors from every rank, contiguous; in this rank's own place its own tensors, untouched.
+        Returns the tensors from every rank, contiguous; in this rank's own place its own tensors, untouched.
         """
         return self._exchange("all_to_all", outgoing, shapes)()
 

@@ -98,10 +98,9 @@ class Mesh(RankGrid):
                 `LEAST_ON_NCCL`.
             links: by attribute name, of a mesh of this process alone; its other links have one rank. No group is built.
 
-        Raises:
-            ConfigError: the degrees do not multiply to the world size, or no process group exists though
-                more than one rank is asked for; or, on all ranks alike, one of them computes where its process group
-                or the configuration does not work.
+        `ConfigError`: the degrees do not multiply to the world size, or no process group exists though more than one
+        rank is asked for; or, on all ranks alike, one of them computes where its process group or the configuration
+        does not work.
         """
         super().__init__(config, device, timeout, links)
         self._watcher: FailureWatcher | None = None

@@ -58,11 +58,9 @@ class Transfer:
     def wait(self, timeout: timedelta | None = None) -> list[Tensor]:
         """Block until the tensors are here (on CUDA: until the current stream may use them), and return them.
 
-        Args:
-            timeout: how long to wait for each; default: the group's deadline.
+        ``timeout``: how long to wait for each; default: the group's deadline.
 
-        Raises:
-            PeerError: a rank has failed or has not done its part, or the transfer's request is over.
+        `PeerError`: a rank has failed or has not done its part, or the transfer's request is over.
         """
         if self._cancelled:
             raise PeerError(f"the request of this transfer over the {self._link} link is over; call the model again")

@@ -226,11 +226,9 @@ def call_backend(name: str, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, **gi
         q_bhsd, k_bhsd, v_bhsd: (B, H, Sq, D), (B, H, Sk, D), (B, H, Sk, D); the backend gets them as (B, S, H, D).
         given: further arguments; those that the backend does not have are left out, but for a scale that counts.
 
-    Raises:
-        LayoutError: it has one scale only, and another is given.
+    `LayoutError`: it has one scale only, and another is given.
 
-    Returns:
-        The output (B, H, Sq, D); if the backend returns more, a tuple of the output and the rest as it is.
+    Returns the output (B, H, Sq, D); if the backend returns more, a tuple of the output and the rest as it is.
     """
     function = backend_function(name)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_bhsd, k_bhsd, v_bhsd))

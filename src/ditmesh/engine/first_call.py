@@ -52,12 +52,7 @@ class FirstCall:
     """
 
     def __init__(
-        self,
-        models: Sequence[nn.Module],
-        config: ParallelConfig,
-        mesh: Mesh,
-        owns_mesh: bool,
-        recipe: Recipe,
+        self, models: Sequence[nn.Module], config: ParallelConfig, mesh: Mesh, owns_mesh: bool, recipe: Recipe
     ) -> None:
         self.models, self.config, self.mesh = list(models), config, mesh
         self._owns_mesh, self._recipe = owns_mesh, recipe

@@ -82,8 +82,7 @@ def engine_of(target: Any) -> Engine:
 def restore(target: T) -> T:
     """Undo `parallelize` exactly. Every rank calls it; the program alone does for a model of `Followers`.
 
-    Raises:
-        InputError: ``target`` is not parallelised.
+    `InputError`: ``target`` is not parallelised.
     """
     engine = engine_of(target)
     if (followed := vars(target).get(FOLLOWED)) is not None:

@@ -140,8 +140,7 @@ class Followers:
             sleeps: calls stay this process's own but within `FollowedModel.awake`, by `FollowedModel.call`.
             options: further ones of `ditmesh.parallelize`.
 
-        Returns:
-            A handle; its `FollowedModel.close` undoes this.
+        Returns a handle; its `FollowedModel.close` undoes this.
 
         Raises:
             ConfigError, InputError, LayoutError: as `ditmesh.parallelize`; or the model cannot be copied.

@@ -71,9 +71,8 @@ def load(
         components: passed to `DiffusionPipeline.from_pretrained`: components that replace saved ones
             (``text_encoder=None``), or its own options.
 
-    Returns:
-        The pipeline, parallelised, on the mesh's device. `ditmesh.restore` makes its transformer whole and
-        needs memory for all of it.
+    Returns the pipeline, parallelised, on the mesh's device. `ditmesh.restore` makes its transformer whole and needs
+    memory for all of it.
 
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.

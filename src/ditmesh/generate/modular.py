@@ -20,8 +20,7 @@ GUIDANCE = "guidance_scale"
 def as_plain_index(index: Mapping[str, Any], model: str, files: Path) -> dict[str, Any]:
     """An index like that of another pipeline: library and class of each component that is saved in the folder.
 
-    Raises:
-        InputError: its transformer is in another place.
+    `InputError`: its transformer is in another place.
     """
     plain, elsewhere = dict[str, Any](_modular=True), dict[str, Any]()
     for name, entry in index.items():

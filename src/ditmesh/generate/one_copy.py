@@ -56,9 +56,8 @@ def shared_components(
         components: of `shareable_components`; where ranks differ nothing is shared.
         load: loads the pipeline; the first rank of each host calls it.
 
-    Returns:
-        The pipeline, where this rank has loaded it, and the components by name, to be loaded with; neither where this
-        rank has to load for itself.
+    Returns the pipeline, where this rank has loaded it, and the components by name, to be loaded with; neither where
+    this rank has to load for itself.
     """
     rank = dist.get_rank()
     if any(other != components for other in gather_objects(components)) or not components:

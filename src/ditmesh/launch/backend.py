@@ -43,14 +43,11 @@ class Launcher(Protocol):
             watch: called in this process about once a second; unless it returns None the call is broken off, and what
                 it returns is what the ranks have failed to do: the rest of "ranks 0, 1 of 2 had not …".
 
-        Returns:
-            The result of every rank, in rank order: CPU tensors or plain data, as results may be pickled.
+        Returns the result of every rank, in rank order: CPU tensors or plain data, as results may be pickled.
 
-        Raises:
-            RankFailed: a rank failed. ``lost`` names the ranks that are gone through no error of the job (killed,
-                ended, fallen silent, without their machine or device): it may be started again on the others. A rank
-                that had raised in its function would raise again. ``pool_open``: whether the ranks can run something
-                else.
+        `RankFailed`: a rank failed. ``lost`` names the ranks that are gone through no error of the job (killed, ended,
+        fallen silent, without their machine or device): it may be started again on the others. A rank that had raised
+        in its function would raise again. ``pool_open``: whether the ranks can run something else.
         """
         ...
 

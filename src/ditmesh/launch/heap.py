@@ -29,8 +29,7 @@ def keep_free_memory() -> bool:
     A transformer's call frees tens of megabytes and needs them again at once: each page would be fetched and filled
     with zeros again. More than `KEPT_BYTES` is returned at once, and all of it by `return_free_memory`.
 
-    Returns:
-        True if it does. False: the environment sets it otherwise, or the C library has no such settings.
+    Returns True if it does. False: the environment sets it otherwise, or the C library has no such settings.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False

@@ -273,8 +273,7 @@ def _mixing_modules(block: RecordedBlock) -> str:
 def _mixing_module(block: RecordedBlock, edits: Mapping[str, Any], places: Tensor) -> tuple[str, int] | None:
     """The innermost module that is given tokens of which some are spoilt, and returns others spoilt, too.
 
-    Returns:
-        Its path in the block, and the dimension of the tokens in what it is given.
+    Returns its path in the block, and the dimension of the tokens in what it is given.
     """
     known = [mixer.path for mixer in block.mixers]
     for (name, given, made), (_, given_now, made_now) in zip(_inside(block, {}), _inside(block, edits), strict=False):

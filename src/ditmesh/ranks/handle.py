@@ -112,8 +112,7 @@ class Ranks:
         So ``ranks.run(lambda pipe: pipe.transformer.config.num_layers, pipe)``: lambdas, closures and functions of
         notebook cells are sent by value.
 
-        Returns:
-            The result of every rank, in rank order; tensors on the CPU.
+        Returns the result of every rank, in rank order; tensors on the CPU.
 
         Raises:
             Exception: whatever ``fn`` raises, with a `RankFailed` that holds the rank's traceback as its cause.

@@ -94,9 +94,8 @@ class RemotePipeline:
     def set_progress_bar_config(self, *, on_update: OnUpdate | None = None, **options: Any) -> None:
         """Set options of the progress bars in this process, as for tqdm.
 
-        Args:
-            on_update: is called with the steps that are done and the bar's total (None: unknown) after every step, by
-                pipelines without a callback too. What it raises stops the ranks, as what a callback raises does.
+        ``on_update``: is called with the steps that are done and the bar's total (None: unknown) after every step, by
+        pipelines without a callback too. What it raises stops the ranks, as what a callback raises does.
         """
         vars(self).update(_bar=options, _on_update=on_update)
 

@@ -12,9 +12,8 @@ def noise_levels(scheduler: Any) -> tuple[float, ...] | None:
     it stands; a · image + s · noise (DDPM) with σ = s / (a + s); image + s · noise (Karras et al. 2022,
     arXiv:2206.00364) with σ = s / (1 + s).
 
-    Returns:
-        One more than there are evaluations; evenly spaced where the scheduler does not say how much noise there is;
-        None for a scheduler that has no timesteps.
+    Returns one more than there are evaluations; evenly spaced where the scheduler does not say how much noise there is;
+    None for a scheduler that has no timesteps.
     """
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None:

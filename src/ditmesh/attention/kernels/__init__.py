@@ -118,8 +118,7 @@ class LocalAttention:
             backends: those that are set on it.
             sample_bhsd: of the dtype, device and head size of its queries.
 
-        Raises:
-            ConfigError: a kernel cannot be used, as for `local_attention`; or it does not support such queries.
+        `ConfigError`: a kernel cannot be used, as for `local_attention`; or it does not support such queries.
         """
         self._replaced |= {*backends}
         for kernel in [self.kernel] if self._choose is None else map(self._choose, sorted(backends)):
@@ -129,9 +128,8 @@ class LocalAttention:
     def asked_for(self, backend: str | None) -> None:
         """The call at hand asks for an attention backend of diffusers; None: for torch's function.
 
-        Raises:
-            ConfigError: it cannot be used, as for `local_attention`; or another kernel is configured, and the
-                model was set to the backend afterwards.
+        `ConfigError`: it cannot be used, as for `local_attention`; or another kernel is configured, and the model was
+        set to the backend afterwards.
         """
         name = backend or "native"
         if self._choose is not None:
@@ -148,8 +146,7 @@ class LocalAttention:
     ) -> Tensor:
         """See `Kernel.attend`; keys and values may have fewer heads, each for as many of the queries' heads.
 
-        Raises:
-            LayoutError: the kernel does not support the call, or gradients are asked for and it has none.
+        `LayoutError`: the kernel does not support the call, or gradients are asked for and it has none.
         """
         self._check(q_bhsd, mask)
         k_bhsd, v_bhsd = with_all_heads(q_bhsd, k_bhsd, v_bhsd)
@@ -203,8 +200,7 @@ def local_attention(name: str | None = None, ring: int = 1, reproducible: bool =
         ring: ranks between which keys travel while attention is computed; above 1 a kernel has to return its LSE.
         reproducible: whether its bits have to be those of any other call with the same inputs.
 
-    Raises:
-        ConfigError: as `_usable` does.
+    `ConfigError`: as `_usable` does.
     """
     choose = partial(_usable, ring=ring, reproducible=reproducible)
     # A replaced torch function is rejected before any call.
