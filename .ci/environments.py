@@ -145,9 +145,7 @@ class Environment:
         return self.call(self.programs / "python", "-c", IMPORT_ALL)
 
     def try_generate(self) -> str:
-        return self.own_lines(
-            "ditmesh", "generate", "a red fox", "--devices", "2", "--cfg", "2", "--out", "two"
-        )
+        return self.own_lines("ditmesh", "generate", "a red fox", "--devices", "2", "--cfg", "2", "--out", "two")
 
     def own_lines(self, *words: str) -> str:
         """What a command prints, which has to be without Python's warnings of other packages."""

@@ -182,8 +182,8 @@ class Mixer:
             ulysses.traffic.blocks += blocks_of_heads(part.mask).sum() * (len(q[0]) // samples * q[0].shape[1] // heads)
             return [part.attend(self.kernel, q[0], k, v, a.scale)]
 
-        tensors: Any = [a.q_bhsd], a.k_bhsd, a.v_bhsd, [None]
-        return self.attend_distributed(*tensors, a.queries, a.keys, groups, weights, a.scale, compute, None, costs)[0]
+        q, k, v, more = [a.q_bhsd], a.k_bhsd, a.v_bhsd, (weights, a.scale, compute, None, costs)
+        return self.attend_distributed(q, k, v, [None], a.queries, a.keys, groups, *more)[0]
 
     def _round_the_ring(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Partition, mask: Tensor | None, scale: float | None

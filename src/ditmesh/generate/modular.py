@@ -96,7 +96,7 @@ def guided_by(pipe: Any, arguments: dict[str, Any]) -> Iterator[None]:
                     f"guidance {scale}: {type(pipe).__name__} has no guider with a guidance_scale, but "
                     f"{type(getattr(pipe, 'guider', None)).__name__}; leave the guidance out"
                 )
-            if scale is not None:
+            if guider is not None and scale is not None:
                 undo.callback(setattr, guider, GUIDANCE, guider.guidance_scale)
                 guider.guidance_scale = scale
         yield

@@ -129,7 +129,8 @@ class Caches(Strategy):
     def _check(self, model: ParallelModel) -> None:
         """Reject a cache that would reuse one part of the image for another."""
         config, hook = self.context.config, next(stateful_hooks(model.model), None)
-        if hasattr(settings := getattr(hook, "config", None), "mag_ratios"):
+        settings: Any = getattr(hook, "config", None)
+        if hasattr(settings, "mag_ratios"):
             lists = [region for region in model.layout.regions if _hooks_of(model.model.get_submodule(region.blocks))]
             if config.sequence > 1 and not all(region.chained for region in lists[1:]):
                 raise ConfigError(
@@ -213,6 +214,7 @@ def cache_settings(cache: str, timestep: Callable[[], Any] = lambda: 0, steps: i
     from diffusers import hooks
 
     name, args, values = parse_cache(cache)
+    key = name
     try:
         kind = getattr(hooks, name)
         hints, anything = get_type_hints(kind), ConfigDict(arbitrary_types_allowed=True)
