@@ -9,26 +9,23 @@ itself. That of recipes is what `ditmesh memory` predicts, with 0.7 GB for a pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
-from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel, WanTransformer3DModel
 from torch import nn
 
 from ditmesh.config import ParallelConfig
 from ditmesh.layout import layout_of
+from ditmesh.layout.probe import meta_model
 from ditmesh.memory.cards import card
 from ditmesh.memory.catalogue import shapes
-from ditmesh.memory.check import Demand, components_of_shape
+from ditmesh.memory.check import components_of_shape
 from ditmesh.memory.phases import needs
 from ditmesh.memory.sizes import workload_of
-from ditmesh.memory.walk import walk_encoder
-from ditmesh.request import Offload
+from ditmesh.memory.walk import encoder_on_meta, walk_encoder
 from ditmesh.strategies.pipefusion.stages import elsewhere, first_cut
 from ditmesh.strategies.tensor.slices import plan_slices
 from harness import command_line
@@ -37,89 +34,13 @@ PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 BYTES = 2  # bfloat16
 DEGREES = (2, 4, 8)
 
-# GB of a card, and models of which the options differ between cards.
-CARDS = (16, 24, 32, 48)
-ON_ONE_CARD = (
-    "flux.1-dev",
-    "sd3.5-large",
-    "sd3.5-medium",
-    "qwen-image",
-    "z-image",
-    "mochi-1",
-    "wan-14b",
-    "cogvideox-5b",
-)
-
-Maker = Callable[[], nn.Module]
-
-
-def clip(width: int, layers: int, heads: int, kind: str = "CLIPTextModelWithProjection") -> Maker:
-    settings = transformers.CLIPTextConfig(
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        projection_dim=width,
-    )
-    return lambda: getattr(transformers, kind)(settings)
-
-
-def t5(kind: str, vocabulary: int) -> Maker:
-    """The encoder of (U)MT5-XXL 1.1."""
-    settings = getattr(transformers, f"{kind}Config")(
-        d_model=4096,
-        d_ff=10240,
-        d_kv=64,
-        num_heads=64,
-        num_layers=24,
-        vocab_size=vocabulary,
-        feed_forward_proj="gated-gelu",
-    )
-    return lambda: getattr(transformers, f"{kind}EncoderModel")(settings)
-
-
-def qwen_vl() -> nn.Module:
-    """Qwen2.5-VL 7B, which reads Qwen-Image's prompts."""
-    text = {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-    }
-    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
-    settings = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
-    return transformers.Qwen2_5_VLForConditionalGeneration(settings)
-
-
-def sd3(layers: int, heads: int, **more: Any) -> Maker:
-    return lambda: SD3Transformer2DModel(
-        num_layers=layers,
-        num_attention_heads=heads,
-        attention_head_dim=64,
-        caption_projection_dim=64 * heads,
-        joint_attention_dim=4096,
-        pooled_projection_dim=2048,
-        in_channels=16,
-        sample_size=128,
-        pos_embed_max_size=192,
-        **more,
-    )
-
-
-CLIP_L, CLIP_G, T5_XXL = clip(768, 12, 12), clip(1280, 32, 20), t5("T5", 32128)
-
-# The published pipeline, its transformer, its text encoders.
-PIPELINES: dict[str, tuple[Maker, tuple[Maker, ...]]] = {
-    "FLUX.1-dev": (
-        lambda: FluxTransformer2DModel(guidance_embeds=True),
-        (clip(768, 12, 12, "CLIPTextModel"), T5_XXL),
-    ),
-    "SD3 Medium": (sd3(24, 24), (CLIP_L, CLIP_G, T5_XXL)),
-    "SD3.5 Large": (sd3(38, 38, qk_norm="rms_norm"), (CLIP_L, CLIP_G, T5_XXL)),
-    "Qwen-Image": (QwenImageTransformer2DModel, (qwen_vl,)),
-    "Wan2.1 T2V 14B": (WanTransformer3DModel, (t5("UMT5", 256384),)),
+# The title of a row, and the name in the catalogue.
+PIPELINES = {
+    "FLUX.1-dev": "flux.1-dev",
+    "SD3.5 Medium": "sd3.5-medium",
+    "SD3.5 Large": "sd3.5-large",
+    "Qwen-Image": "qwen-image",
+    "Wan2.1 T2V 14B": "wan-14b",
 }
 
 
@@ -173,12 +94,12 @@ RECIPES: list[tuple[int, int, str, str, dict[str, int], tuple[int, int] | None]]
 
 
 @cache
-def built(name: str) -> tuple[nn.Module, float]:
+def built(title: str) -> tuple[nn.Module, float]:
     """A pipeline's transformer without memory, and what its text encoders weigh."""
-    transformer, encoders = PIPELINES[name]
-    # Not accelerate's `init_empty_weights`: it parts weights that are tied, which would be counted twice.
-    with torch.device("meta"), torch.no_grad():
-        return transformer(), sum(whole(encoder()) for encoder in encoders)
+    parts = components_of_shape(shapes()[PIPELINES[title]])
+    (transformer,), encoders = parts.denoisers, parts.encoders.values()
+    texts = (whole(encoder_on_meta(part.kind, part.settings)) for part in encoders)
+    return meta_model(transformer.kind, dict(transformer.settings)), sum(texts)
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -231,42 +152,12 @@ def recipes_table() -> str:
     return markdown(["devices", "program", "size", "configuration", "encoding, GB", "afterwards, GB"], rows)
 
 
-def card_table() -> str:
-    """What one GPU of each size runs, with the options of `ditmesh generate` for it."""
-    rows = []
-    for name in ON_ONE_CARD:
-        shape = shapes()[name]
-        request = workload_of(shape)
-        process, branches = card("4090").runtime, request.branches
-        kinds: tuple[Offload, ...] = ("none", "model", "group")
-        demands = [
-            Demand(
-                components_of_shape(shape), request, request, torch.bfloat16, "cuda", kind,
-                branches=branches, runtime=process,
-            )
-            for kind in kinds
-        ]  # fmt: skip
-        rows.append([f"`{name}`", *(on_one_card(demands, memory) for memory in CARDS)])
-    return markdown(["model", *(f"{memory} GB" for memory in CARDS)], rows)
+TABLES = {"weights": weights_table, "recipes": recipes_table}
 
 
-def on_one_card(demands: list[Demand], memory: int) -> str:
-    """The first way that fits, with its GB."""
-    for demand in demands:
-        choice = demand.choose(1, memory * 1e9, False)
-        if choice.fits and choice.needed is not None:
-            options = choice.config.options().removeprefix("--devices 1").strip()
-            options += "" if demand.offload == "none" else f" --offload {demand.offload}"
-            return f"{f'`{options.strip()}`' if options else 'as it is'} ({choice.needed / 1e9:.1f})"
-    return "no"
-
-
-TABLES = {"weights": weights_table, "recipes": recipes_table, "cards": card_table}
-
-
-def write(page: str) -> str:
+def write(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
     """The page with its tables as they are now."""
-    for name, table in TABLES.items():
+    for name, table in tables.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         page = f"{page.split(begin)[0]}{begin}\n{table()}\n{end}{page.split(end)[1]}"
     return page

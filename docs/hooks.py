@@ -27,7 +27,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if source in READMES:
         readme = (ROOT / READMES[source]).read_text(encoding="utf-8")
         # The site has a switch of languages of its own.
-        readme = re.sub(r"^\[(中文|English)\]\(README.*?\) · ", "", readme, flags=re.MULTILINE)
+        readme = re.sub(r" · \[(中文|English)\]\(README.*?\)", "", readme, flags=re.MULTILINE)
         markdown = re.sub(r"\]\((?!https?://|#)([^)]+)\)", from_docs, readme) + "\n" + markdown
     markdown = re.sub(r"\]\(\.\./README(?:\.zh-CN)?\.md(#[^)]*)?\)", r"](index.md\1)", markdown)
     # From a page in a folder, such as lab/, one more step up leads out.

@@ -229,12 +229,12 @@ def test_links_of_the_repository():
     assert wrong == []
 
 
-@pytest.mark.parametrize("page", ["training", "stale"])
+@pytest.mark.parametrize("page", ["README{}.md", "docs/training{}.md", "docs/stale{}.md"])
 def test_a_page_of_the_manual_is_translated_whole(page):
     """Headings of the same levels, the same programs and figures of tables, and as many points and rows under each."""
     shapes = []
-    for name in (f"{page}.md", f"{page}.zh.md"):
-        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    for language in ("", ".zh-CN" if page.startswith("README") else ".zh"):
+        text = (ROOT / page.format(language)).read_text(encoding="utf-8")
         programs = re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
         parts = re.split(r"^(#+) .*$", plain, flags=re.MULTILINE)[1:]
@@ -258,14 +258,10 @@ def figures(page: str, heading: str) -> list[list[str]]:
     return [re.findall(r"\d+\.\d+|\d+%", row) for row in table[0].splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("heading", "translated"),
-    [("### Well-known models", "### 常见模型"), ("### Measured memory by strategy", "### 各策略的实测内存")],
-)
-def test_translated_tables_have_the_same_figures(heading, translated):
-    found = figures("memory.md", heading)
-    assert sum(map(len, found)) > 50
-    assert figures("memory.zh.md", translated) == found
+def test_translated_tables_have_the_same_figures():
+    measured = figures("memory.md", "### Measured memory by strategy")
+    assert sum(map(len, measured)) > 20
+    assert figures("memory.zh.md", "### 各策略的实测内存") == measured
 
 
 def tree() -> list[str]:

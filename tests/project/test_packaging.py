@@ -17,6 +17,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from support.trainable import REFUSALS, UPSTREAM
+
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PINS = {
@@ -80,7 +82,8 @@ def pages_of(tree: Any) -> list[str]:
 
 def test_every_page_is_in_the_navigation():
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    pages = {path.name for path in (ROOT / "docs").glob("*.md") if not path.name.endswith(".zh.md")}
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md") if not path.name.endswith(".zh.md")}
     assert sorted(pages_of(nav)) == sorted(pages)
     assert all((ROOT / "docs" / f"{name}.zh.md").exists() for name in TRANSLATED)
 
@@ -92,18 +95,33 @@ def test_the_site_builds(tmp_path):
     done(sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path / "site", NO_MKDOCS_2_WARNING="1")
     first = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert "images/strip.png" in first
-    assert "nothing has been run on GPUs yet" in first
-    assert "尚未在 GPU 上运行过" in (tmp_path / "site" / "zh" / "index.html").read_text(encoding="utf-8")
+    assert "several GPUs have not been tried" in first
+    assert "尚未在多块 GPU 上运行过" in (tmp_path / "site" / "zh" / "index.html").read_text(encoding="utf-8")
     assert "ditmesh.parallelize" in (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.matrix
-def test_the_sizes_in_the_recipes_are_what_the_script_computes(monkeypatch):
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("script", ["weights", "cards"])
+def test_the_sizes_in_a_page_are_what_its_script_computes(monkeypatch, script):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import weights  # pyright: ignore[reportMissingImports]
+    module = importlib.import_module(script)
+    page = module.PAGE.read_text(encoding="utf-8")
+    assert module.write(page) == page
 
-    page = weights.PAGE.read_text(encoding="utf-8")
-    assert weights.write(page) == page
+
+def test_models_by_name(monkeypatch):
+    """READMEs say of a model what the pages of results say of its classes; one model's cards are those of its check."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    cards = importlib.import_module("cards")
+    assert cards.table_of("Stable Diffusion 3.5 Medium") in cards.PAGE.read_text(encoding="utf-8")
+    for readme in cards.READMES:
+        text = readme.read_text(encoding="utf-8")
+        assert cards.write_rows(text) == text
+        assert text.count("\n") <= 170
+        assert re.findall(r"\]\((.+?)\)", text)[0] == "docs/cards.md"
+    trained = {pipeline.split()[0] for _, kind, pipeline, *_ in cards.SUPPORTED if kind not in cards.ON_EVERY_AXIS}
+    assert trained <= set(UPSTREAM).difference(*REFUSALS.values())
 
 
 def test_the_change_log_is_of_this_version(monkeypatch):
