@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -58,6 +59,7 @@ class Local(FluxAttnProcessor):
 def masked(mask: BlockMask, config: dict[str, Any], handed: bool = False) -> tuple[float, int, str]:
     """The error of a forward with a mask against one device, and blocks of this rank; or what is said."""
     model, given = fresh("Flux", num_layers=1, num_single_layers=1), inputs("Flux", RAGGED)
+    before = _AttentionBackendRegistry._active_backend
     if handed:
         model.set_attention_backend("flex")
         given["joint_attention_kwargs"] = {"attention_mask": mask}
@@ -72,6 +74,8 @@ def masked(mask: BlockMask, config: dict[str, Any], handed: bool = False) -> tup
         return torch.inf, 0, str(error)
     finally:
         model.reset_attention_backend()
+        # Setting a backend on a model sets it for the process.
+        _AttentionBackendRegistry.set_active_backend(before)
 
 
 @pytest.mark.parametrize("config", [ULYSSES, GATHER], ids=["ulysses", "gather"])
