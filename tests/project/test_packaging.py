@@ -23,7 +23,7 @@ PINS = {
     canonicalize_name(pin.name): pin.specifier
     for pin in map(Requirement, re.findall(r"^[\w.-]+==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 }
-TRANSLATED = ("index", "quickstart", "choosing", "memory", "hosts", "notebooks", "troubleshooting", "migration")
+TRANSLATED = ("index", "quickstart", "choosing", "memory", "notebooks", "migration")
 TRANSLATED += ("limits", "training")
 
 
