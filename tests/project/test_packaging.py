@@ -79,7 +79,8 @@ def pages_of(tree: Any) -> list[str]:
 
 def test_every_page_is_in_the_navigation():
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md") if ".zh" not in path.name}
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md") if not path.name.endswith(".zh.md")}
     assert sorted(pages_of(nav)) == sorted(pages)
     assert all((ROOT / "docs" / f"{name}.zh.md").exists() for name in TRANSLATED)
 
