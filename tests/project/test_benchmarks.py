@@ -117,7 +117,7 @@ def test_the_runner_knows_all_benchmarks(monkeypatch: pytest.MonkeyPatch, capsys
     shared = {"__main__", "comfyui_files", "harness", "machine", "open_loop", "quiet"}
     files = {path.stem for path in BENCHMARKS.glob("*.py")} - shared
     assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check"}
-    with pytest.raises(SystemExit, match="there is no benchmark 'exakt'; use one of comfyui_graphs, distribution, "):
+    with pytest.raises(SystemExit, match="there is no benchmark 'exakt'; use one of cards, comfyui_graphs, "):
         runner["main"](["exakt"])
 
 

@@ -25,8 +25,7 @@ PINS = {
     canonicalize_name(pin.name): pin.specifier
     for pin in map(Requirement, re.findall(r"^[\w.-]+==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 }
-TRANSLATED = ("index", "quickstart", "choosing", "memory", "hosts", "notebooks", "troubleshooting", "migration")
-TRANSLATED += ("limits", "training")
+TRANSLATED = ("index", "quickstart", "choosing", "memory", "migration", "limits", "training")
 
 
 def done(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:

@@ -306,10 +306,10 @@ def serve_broken(specs: Any, *, report: Any, rows: int, rank: int, tasks: int) -
             raise torch.OutOfMemoryError(f"CUDA out of memory: no room for {hidden_states.shape[0]} rows")
         return whole(self, hidden_states, *args, **kwargs)
 
-    def one_round(self: Any) -> None:
+    def one_round(self: Any, now: float) -> None:
         # Before that, the model is looked at.
         served.append(True)
-        whole_round(self)
+        whole_round(self, now)
 
     def steps(self: Any, runs: Any) -> Any:
         if served and not together and len(runs) < tasks:
