@@ -177,7 +177,7 @@ class Transports:
     @property
     def packs(self) -> bool:
         """True if all that a rank sends in a collective is one buffer, as on NCCL; else messages go one by one."""
-        return self._group is not None and self._way == "packed"
+        return self._group is not None and self._channel is None and self._way == "packed"
 
     def _enter(self, kind: str) -> None:
         """Begin an operation; no part of a compiled graph."""
