@@ -38,7 +38,7 @@ def test_a_planted_fault_in_flight_is_found(ranks, fault, words):
         assert words in said, said
 
 
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.matrix), "lazy"])
 def test_training_steps_of_fsdp2(ranks, mode):
     """torch's own collectives among ours: gathers in place, reduce-scatters, gathers of distributed tensors."""
     for error, name in ranks(2).run(images.by_rules, mode, trained, "Flux", {"ulysses": 2}, "FSDP2", True):

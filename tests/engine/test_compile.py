@@ -33,8 +33,7 @@ NAMES = ["PixArt", "SD3", "Flux", "Wan", "QwenImage"]
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        *(pytest.param(name, {"ulysses": 2}, marks=() if name == "Flux" else pytest.mark.matrix) for name in NAMES),
-        *(pytest.param(name, {"ring": 2}, marks=pytest.mark.matrix) for name in NAMES),
+        *(pytest.param(name, {axis: 2}, marks=pytest.mark.matrix) for axis in ("ulysses", "ring") for name in NAMES),
         pytest.param("SD3", {"tensor": 2}, marks=ruled.needs("collectives in graphs, whose tensors torch keeps")),
     ],
     ids=str,

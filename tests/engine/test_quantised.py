@@ -153,10 +153,8 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused():
 
 
 @ruled.needs("collectives in compiled graphs, whose tensors torch keeps until they are done")
-@pytest.mark.parametrize(
-    "how",
-    [*(pytest.param(how, marks=pytest.mark.matrix) for how in ("compile after", "blocks before")), "blocks after"],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("how", ["compile after", "blocks before", "blocks after"])
 def test_compiled_before_or_after(ranks, how):
     for error in ranks(2).run(compiled, how):
         assert error <= TOLERANCE

@@ -71,7 +71,7 @@ def as_table(cells: dict[str, dict[str, str]]) -> str:
 
 KINDS = [(shared, inputs) for shared in (True, False) for inputs in ("broadcast", "trust")]
 # An exception at each of their operations takes long: the matrix has it.
-LONG = tuple(strategy for strategy in STRATEGIES if strategy not in ("ulysses", "data", "cfg"))
+LONG = tuple(strategy for strategy in STRATEGIES if strategy not in ("data", "cfg"))
 # One of each kind of message.
 QUICK = ("cfg", "ulysses", "tensor", "displaced", "pipe")
 CASES = [

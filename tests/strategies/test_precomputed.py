@@ -632,9 +632,10 @@ def compiled(config: dict[str, Any]) -> tuple[float, int, int, int]:
     "config",
     [
         {"compile": "eager"},
-        {"compile": "eager", "ulysses": 2},
-        pytest.param({"compile": "eager", "ulysses": 2, "shard": 2}, marks=pytest.mark.matrix),
-        pytest.param({"compile": "inductor"}, marks=pytest.mark.matrix),
+        *(
+            pytest.param({"compile": how, **more}, marks=pytest.mark.matrix)
+            for how, more in (("eager", {"ulysses": 2}), ("eager", {"ulysses": 2, "shard": 2}), ("inductor", {}))
+        ),
     ],
     ids=str,
 )
