@@ -224,7 +224,7 @@ def answers() -> str:
         "Stable Diffusion 3 with six prompts, one in each line of a file, on three devices: "
         f"`{six.config.describe()}`, two images on each ({six.needed / 1e9:.1f} GB)": "ditmesh generate "
         f"--prompts six.txt --model {sd3.known.repository} --devices 3",
-        "The same seed and the same image, to the bit, on 1, 2, 3 or 4 devices ([what it costs](reproducible.md); "
+        "The same seed and the same image, to the bit, on 1, 2, 3 or 4 devices ([what it costs](same-image.md); "
         "without `--reproducible` the exact configurations of this page agree up to rounding)": sd3.line(
             "--devices 3 --seed 7 --reproducible"
         ),

@@ -113,7 +113,7 @@ class ParallelConfig(BaseModel):
         text: ``"auto"`` shards a text stream that the blocks update if each rank gets at least four tokens.
         inputs: ``"broadcast"`` uses rank 0's inputs on all ranks, ``"per-data-rank"`` those of the first rank of every
             data group. Both refuse pipelines that differ (weights, adapters, scheduler, settings); ``"trust"`` checks
-            nothing. See docs/verify.md.
+            nothing. See docs/same-image.md.
         exchange: ``"exact"``: keys go round the ring while attention is computed; ``"gather"``: all are gathered
             before. ``"displaced"``: those of the previous step (DistriFusion, Li et al. 2024, arXiv:2402.19481);
             ``"naive"``: none, a lossy baseline. The last two run without Ulysses.
