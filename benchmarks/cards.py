@@ -267,7 +267,7 @@ def results(page: str) -> dict[str, dict[str, str]]:
 def support() -> str:
     """The rows of README's table, from the pages of results."""
     classes, pipelines = results("support.md") | ON_EVERY_AXIS, results("pipelines.md")
-    autoencoders = (ROOT / "docs" / "vae.md").read_text(encoding="utf-8")
+    autoencoders = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     nodes = (ROOT / "docs" / "comfyui.md").read_text(encoding="utf-8").partition("with LoRA stacks")[0]
     rows = ""
     for title, kind, pipeline, vae, node in SUPPORTED:

@@ -124,7 +124,7 @@ class ParallelConfig(BaseModel):
         attention: None: the model's own. Ring attention supports kernels that return their log-sum-exp: see
             docs/attention.md.
         precompute: on a GPU the weights wait in host memory until the request ends. The same bits.
-        vae: see docs/vae.md. In reproducible mode always whole.
+        vae: see docs/memory.md. In reproducible mode always whole.
         text_encoder: ``"tensor"``: embeddings differ in their last bits. See docs/memory.md.
         strict: if False, such an argument is passed on whole.
     """

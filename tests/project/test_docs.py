@@ -250,20 +250,6 @@ def test_the_index_lists_every_page(index):
     assert {link.split("#")[0] for link in LINK.findall((ROOT / "docs" / index).read_text(encoding="utf-8"))} == pages
 
 
-def figures(page: str, heading: str) -> list[list[str]]:
-    """The figures of the first table behind a heading, by row."""
-    section = (ROOT / "docs" / page).read_text(encoding="utf-8").split(heading, 1)[1]
-    table = re.search(r"^\|.*\n(?:\|.*\n)+", section, re.MULTILINE)
-    assert table
-    return [re.findall(r"\d+\.\d+|\d+%", row) for row in table[0].splitlines()]
-
-
-def test_translated_tables_have_the_same_figures():
-    measured = figures("memory.md", "### Measured memory by strategy")
-    assert sum(map(len, measured)) > 20
-    assert figures("memory.zh.md", "### 各策略的实测内存") == measured
-
-
 def tree() -> list[str]:
     """Modules and folders of the package, or parts of a folder, in the order of docs/architecture.md."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
