@@ -201,7 +201,10 @@ class _Observer:
         """The facts about a block, and the block as they are of it; what else cannot be understood may run by heads."""
         key = (ran.form, before)
         try:
-            return ran, self._checked(ran, key)
+            facts = self._checked(ran, key)
+            if not any(mixer.heads for mixer in ran.mixers) and any(_has_room(ran, name) for name in ran.written):
+                raise underivable(f"{ran.site} keeps keys and values of all tokens")
+            return ran, facts
         except LayoutError:
             if ran.folding is not None:
                 raise
@@ -236,8 +239,7 @@ class _Observer:
         """Note the tokens that a block writes to in place; refuse it if it writes to anything else."""
         heads = any(mixer.heads for mixer in ran.mixers)
         for name in ran.written:
-            if heads and ran.leaves[name].dim() == 5:
-                # Keys and values that the program has made room for.
+            if heads and _has_room(ran, name):
                 continue
             if name not in returned:
                 raise underivable(
@@ -525,6 +527,11 @@ def _alternating(order: list[str], observer: _Observer) -> bool:
                 "to be cut as the tokens are"
             )
     return alternating
+
+
+def _has_room(ran: RecordedBlock, name: str) -> bool:
+    """True if an argument has the form of keys and values that the program has made room for."""
+    return ran.leaves[name].dim() == 5
 
 
 class _RowArguments(NamedTuple):
