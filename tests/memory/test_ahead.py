@@ -32,24 +32,26 @@ from ditmesh.memory.sizes import workload_of
 from ditmesh.strategies.ahead import found_ahead_of, modules_ahead
 from ditmesh.strategies.precomputed import PrecomputedModel
 
-PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, LAB = ((DOCS / page).read_text(encoding="utf-8") for page in ("memory.md", "lab/exact.md"))
 
 
-def by_model(numbers: str) -> dict[str, list[float]]:
-    """The numbers of such rows of the page."""
-    found = re.findall(rf"^\| `(.+?)` (\| {numbers} \|)$", PAGE, re.MULTILINE)
+def by_model(page: str, numbers: str) -> dict[str, list[float]]:
+    """The numbers of such rows of a page."""
+    found = re.findall(rf"^\| `(.+?)` (\| {numbers} \|)$", page, re.MULTILINE)
     return {name: [float(size) for size in re.findall(r"[\d.]+", sizes)] for name, sizes in found}
 
 
 # GB of the transformer, of what is left of it, and of the values for 50 steps of two branches.
-ROWS = by_model(r"[\d.]+ \| [\d.]+ \| [\d.]+")
+ROWS = by_model(PAGE, r"[\d.]+ \| [\d.]+ \| [\d.]+")
 # GB on the device: loaded whole and with values ahead, and the most, with what is predicted of the latter.
-PEAKS = by_model(r"[\d.]+ \| [\d.]+ \(.+")
+PEAKS = by_model(LAB, r"[\d.]+ \| [\d.]+ \(.+")
 QUICK = ("pixart-sigma", "sd3.5-medium")
 
 
 def test_the_page_has_every_model() -> None:
     assert ROWS.keys() == shapes().keys() > PEAKS.keys() > {"flux.1-dev", "qwen-image", "hunyuan-video", "minimax-h3"}
+    assert OPERATIONS.keys() == {"pixart-sigma", "ltx-video", "wan-1.3b"}
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.matrix) for n in ROWS if n not in QUICK)])
@@ -157,7 +159,7 @@ def test_the_peak_is_lower_by_what_goes_ahead(name: str) -> None:
 
 OPERATIONS = {
     name: (float(share), float(total))
-    for name, share, total in re.findall(r"`([\w.-]+)` ([\d.]+) % of ([\d.e+]+)", PAGE)
+    for name, share, total in re.findall(r"`([\w.-]+)` ([\d.]+) % of ([\d.e+]+)", LAB)
 }
 
 
