@@ -144,7 +144,7 @@ class PipelineRunner:
         import diffusers
         import torch
 
-        from .loading import ahead_stays, dtype_option, read_pipeline
+        from .loading import dtype_option, read_pipeline, weights_stay
         from .shares import whole_shapes
 
         # Before the class is imported, which may fail for missing optional packages.
@@ -165,7 +165,7 @@ class PipelineRunner:
         if job.scheduler is not None:
             pipe.scheduler = scheduler_named(job.scheduler, type(pipe.scheduler).__name__, pipe.scheduler.config)
         if job.offload == "none":
-            with ahead_stays(pipe, job.config, device):
+            with weights_stay(pipe, job.config, device):
                 pipe.to(device)
         runner = cls(pipe, device)
         runner.notes = notes
@@ -175,12 +175,12 @@ class PipelineRunner:
         """Make the pipeline run on all ranks as the job says, offloaded if it says so; no mesh for ``"auto"``."""
         from ..engine import configuration_for, engine_of, parallelize
         from ..recipe import RECIPE
-        from .loading import ahead_stays
+        from .loading import weights_stay
         from .offload import offload
 
         config, guidance = job.config, None if job.guidance is None else job.guidance > 1
         if job.offload != "none":
-            with ahead_stays(self.pipe, config, self.device):
+            with weights_stay(self.pipe, config, self.device):
                 offload(self.pipe, job.offload, self.device)
         if isinstance(config, str):
             config = configuration_for(self.pipe, guidance=guidance)
