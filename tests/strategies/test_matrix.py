@@ -1,6 +1,6 @@
 """The composition matrix: every class under every strategy, and under pairs and triples of them.
 
-``make test`` runs a slice of it that touches every class and every combination; ``make test-all`` runs the
+``make test`` runs half of a diagonal of it, every second class under one combination; ``make test-all`` runs the
 whole, and ``--write-support`` writes the outcome to ``src/ditmesh/strategies/support.json`` and ``docs/support.md``.
 Classes without a reviewed layout, of which the call in the form in which a pipeline makes it is all that ditmesh has,
 are written to docs/classes.md.
