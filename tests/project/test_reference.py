@@ -22,9 +22,8 @@ from support.serving import FakeBackend
 PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
 
 
-def table(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    titles = [*head]
-    lines = [titles, ["---"] * len(titles), *rows]
+def table(title: str, head: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
     return f"\n## {title}\n\n" + "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)
 
 
