@@ -253,6 +253,16 @@ def test_a_page_is_translated_whole(page):
     assert shapes[0] == shapes[1]
 
 
+def test_the_manual_stays_small():
+    """Without references that the code writes, decisions and the laboratory."""
+    others = "classes|pipelines|support|training-settings|reference|planted-faults|decisions|findings.*|benchmarks"
+    pages = [path for path in (ROOT / "docs").glob("*.md") if not re.fullmatch(rf"({others})(\.zh)?\.md", path.name)]
+    lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in pages if ".zh" not in path.name]
+    assert len(lines) <= 28
+    assert sum(lines) <= 5000
+    assert len(pages) - len(lines) == len(OF_EQUAL_RANK)  # with the first page of the site, which is README
+
+
 @pytest.mark.parametrize("index", ["index.md", "index.zh.md"])
 def test_the_index_lists_every_page(index):
     pages = {path.name for path in (ROOT / "docs").glob("*.md") if ".zh" not in path.name} - {"index.md"}
