@@ -111,8 +111,7 @@ class FirstCall:
             for pipe in others:
                 engine.attach(pipe)
         except BaseException as error:
-            # So that the next call fails, too, and for this reason: it would run on every rank as on one device, and
-            # the mesh is closed.
+            # So that the next call fails, too, for this reason: it would run on every rank as on one device.
             self._refusal = copy.copy(error) if isinstance(error, DitmeshError) else None
             self._wait()
             raise
