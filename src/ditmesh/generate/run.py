@@ -82,13 +82,12 @@ def _note(report: MessageSink, text: str | None) -> None:
 
 def _save_part(prepared: Prepared, parts: list[Path], report: MessageSink, part: int, first: int, frames: Any) -> None:
     """Write the frames of a chunk of each video of a call, on rank 0, to files that are added to ``parts``."""
-    if rank_of_process():
+    if rank_of_process() > 0:
         return
     videos = prepared.pipe.video_processor.postprocess_video(frames, output_type="pil")
     for place, (video, index) in enumerate(zip(videos, prepared.call.indices, strict=True)):
-        name = file_name(index, prepared.prompt, prepared.seed + place, True)
-        path = (Path(prepared.job.out) / name).with_suffix(f".part{part}.mp4")
-        parts.append(next(free for free in free_names(path) if not free.exists()))
+        path = Path(prepared.job.out) / file_name(index, prepared.prompt, prepared.seed + place, True)
+        parts.append(next(free for free in free_names(path.with_suffix(f".part{part}.mp4")) if not free.exists()))
         with written_whole(parts[-1]) as temporary:
             write_mp4(video, temporary, prepared.fps, {})
     if first == 0:
