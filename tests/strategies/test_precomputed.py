@@ -434,7 +434,9 @@ def test_every_reviewed_class_on_every_axis(ranks, name, dtype):
     assert every[0].keys() == every[1].keys()
     for results in every:
         assert all(same for same, _ in results.values()), results
-        assert results[str(AXES[0])][1] if str(AXES[0]) in results else True, results
+        # Of two samples the values of Chroma's tiny approximator are larger than its weights.
+        axis = str({"cfg": 2} if name == "Chroma" else AXES[0])
+        assert results[axis][1] if axis in results else True, results
 
 
 def broken_off(config: dict[str, Any], where: str) -> tuple[str, float, str, str]:
