@@ -64,4 +64,5 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "is not a linear function": ("AmusedPipeline",),
 }
 REFUSED = {name: sentence for sentence, names in REFUSALS.items() for name in names}
-REFUSED |= {name: "it takes no prompt" for name in EXAMS if "Modular" in name}
+# Without the blocks that encode and decode.
+REFUSED |= {name: "cannot be trained: " for name in EXAMS if "Modular" in name}
