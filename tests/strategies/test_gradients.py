@@ -21,6 +21,7 @@ CELLS = [
     ("DiT", {"ulysses": 2, "ring": 2}),
     ("Flux", {"tensor": 2, "ulysses": 2}),
     ("PixArt", {"data": 2, "ulysses": 2, "inputs": "per-data-rank"}),
+    ("MiniMaxH3", {"tensor": 2, "ulysses": 2}),
 ]
 EXACT = {"float64": 1e-9, "float32": 1e-4}
 
@@ -106,7 +107,8 @@ IN_ORDER = [{}, {"ulysses": 2}, {"ring": 3}, {"ulysses": 2, "ring": 2}, {"ulysse
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=[] if m == "Wan" else pytest.mark.matrix) for m in [*MODELS, "QwenImage"]]
+    "model",
+    [pytest.param(m, marks=[] if m == "Wan" else pytest.mark.matrix) for m in [*MODELS, "QwenImage", "MiniMaxH3"]],
 )
 def test_the_same_bits_on_any_number_of_ranks(ranks, model):
     """Reproducible mode, on 1, 2, 3 and 4 ranks: every gradient's, with and without activation checkpointing."""

@@ -117,6 +117,7 @@ WAYS = {
     "Cosmos": CallVariant("bcfhw", masked="text"),
     "Cosmos V2W": CallVariant("bcfhw", masked="text"),
     "Latte": CallVariant("bcfhw"),
+    "MiniMaxH3": CallVariant("bsc"),
 }
 
 
