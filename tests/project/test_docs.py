@@ -231,13 +231,15 @@ def test_links_of_the_repository():
 
 OF_EQUAL_RANK = [
     "README{}.md",
-    *(f"docs/{name}{{}}.md" for name in ("quickstart", "choosing", "training", "stale", "limits")),
+    *(f"docs/{name}{{}}.md" for name in ("quickstart", "choosing", "training", "stale", "limits", "lab/findings")),
 ]
 
 
 @pytest.mark.parametrize("page", OF_EQUAL_RANK)
-def test_a_page_of_the_manual_is_translated_whole(page):
-    """Headings of the same levels, the same programs and figures of tables, and as many points and rows under each."""
+def test_a_page_is_translated_whole(page):
+    """Headings of the same levels, the same programs and figures of tables, and as many points and rows under each.
+
+    The report of the laboratory has the same figures in its sentences, too."""
     shapes = []
     for language in ("", ".zh-CN" if page.startswith("README") else ".zh"):
         text = (ROOT / page.format(language)).read_text(encoding="utf-8")
@@ -246,6 +248,7 @@ def test_a_page_of_the_manual_is_translated_whole(page):
         parts = re.split(r"^(#+) .*$", plain, flags=re.MULTILINE)[1:]
         counts = [part if part[0] == "#" else tuple(map(part.count, ("\n* ", "\n|"))) for part in parts]
         numbers = re.findall(r"\d+\.\d+", "".join(re.findall(r"^\|.*", plain, re.MULTILINE)))
+        numbers += sorted(re.findall(r"\d+\.\d+", plain)) if "lab" in page else []
         shapes.append(([Block("", program).meaning() for program in programs], counts, numbers))
     assert shapes[0] == shapes[1]
 
@@ -308,3 +311,10 @@ def test_imports_run_one_way():
                 if there is not None and there > here:
                     wrong.append(f"{path.relative_to(package)} imports {'.'.join([*target, alias.name])}")
     assert wrong == []
+
+
+def test_decisions_are_few_and_say_what_would_reverse_them():
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "decisions").glob("*.md"))
+    parts = re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]
+    assert len(parts) <= 70
+    assert all(re.search(r"^\* \d{4}-\d\d-\d\d: (?s:.)*^\* Reversed by: ", part, re.MULTILINE) for part in parts)

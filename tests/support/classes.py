@@ -13,7 +13,7 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class _Reached(Exception):
     """The call that is to be recorded."""
 
 
-@cache
+# Tests go class by class, and up to 24 ranks of two processes keep what they have made.
+@lru_cache(maxsize=8)
 def recording(name: str, form: str) -> tuple[nn.Module, dict[str, Any]]:
     """The model that a pipeline calls, and its arguments by name."""
     row = ROWS_OF_CLASSES[name]["forms"][form]
