@@ -51,7 +51,7 @@ def reference() -> str:
     for name, command in commands.items():
         if not command.hidden and (rows := [*options(command)]):
             page += table(f"`ditmesh {name}`", ("option", "default", "what it does"), rows)
-    metrics = create_app(FakeBackend()).state.server.metrics.registry.collect()
+    metrics = create_app(FakeBackend()).state.server.metrics.registry.collect()  # type: ignore[arg-type]
     rows = [(f"`{metric.name}`", metric.type, metric.documentation) for metric in metrics]
     page += table("Metrics of a server", ("metric", "kind", "what it tells"), rows)
     answers = [(status, f"`{code}`", kind, text) for status, (text, kind, code) in MEANINGS.items()]

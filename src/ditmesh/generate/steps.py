@@ -60,7 +60,7 @@ class StepEvents:
 
 def in_chunks(pipe: Any) -> bool:
     """True if a pipeline draws a video chunk by chunk, each with all its steps."""
-    return "chunk_partition" in parameter_names(type(pipe).__call__)
+    return callable(pipe) and "chunk_partition" in parameter_names(type(pipe).__call__)
 
 
 def loop_steps(pipe: Any, planned: int) -> int:
