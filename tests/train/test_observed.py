@@ -200,6 +200,8 @@ def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
         ("Kandinsky6TI2VAPipeline", "is no straight function"),
         ("SanaSprintPipeline", "its call fails"),
         ("VisualClozePipeline", "it takes no prompt"),
+        ("MiniMaxH3ModularPipeline", "video and sound together"),
+        ("EchoModularPipeline", "it has no scheduler"),
     ],
 )
 def test_what_cannot_be_derived_is_refused_in_a_sentence(name: str, sentence: str):
