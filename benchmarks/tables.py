@@ -98,7 +98,7 @@ def named(warmup: str) -> str:
 
 def devices() -> Iterator[Row]:
     """Images by what the model predicts and the number of devices."""
-    yield "model", "N", "PSNR, dB", "worst image", "SSIM", "less N before"
+    yield "model", "N", "PSNR, dB", "worst image", "SSIM", "less N / 2"
     for title, model, parts in KINDS:
         sampler = "euler" if model == "emoji-sd3" else "ddim"
         rows = [quality_row(parts, model, sampler, devices=count) for count in (2, 4, 8)]
