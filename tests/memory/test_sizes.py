@@ -149,7 +149,7 @@ def test_of_equal_tiles_one_is_walked(monkeypatch):
     small |= {"decoder_num_attention_heads": 2, "decoder_attention_head_dim": 16}
     decode, given = inspect.unwrap(walk.decode), ("AutoencoderKLMiniMaxH3", small, ParallelConfig(), (1, 7, 24, 24))
     found, walked = decode(*given, torch.bfloat16), []
-    monkeypatch.setattr(walk, "_tile", lambda alive, decode, known, tile: walked.append(tile) or decode(tile))
+    monkeypatch.setattr(walk, "_tile", lambda alive, decode, tiles, tile: walked.append(1) or decode(tile))
     assert decode(*given, torch.bfloat16) == found
     assert len(walked) == 4
 
