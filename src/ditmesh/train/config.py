@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -15,7 +15,16 @@ from ..config import ParallelConfig
 from ..errors import ConfigError, InputError, did_you_mean, problem_text, reason_of
 from ..media.files import read_whole
 from .settings import SECOND as SECOND
-from .settings import DataConfig, DataSetConfig, ModelConfig, OptimizerConfig, OutputConfig, SettingsGroup
+from .settings import (
+    DataConfig,
+    DataSetConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OutputConfig,
+    ReinforceConfig,
+    RewardConfig,
+    SettingsGroup,
+)
 from .settings import LoraConfig as LoraConfig
 from .settings import Sharding as Sharding
 
@@ -28,6 +37,8 @@ GROUPS: dict[str, type[SettingsGroup]] = {
     "optimizer": OptimizerConfig,
     "output": OutputConfig,
 }
+# Settings of samples that are also those of images which the run draws.
+OF_IMAGES = {"resolution", "aspect_ratio_buckets", "num_frames", "max_sequence_length"}
 # Names that settings have outside of their groups, in checkpoints.
 FLAT_NAMES = {("optimizer", "name"): "optimizer", ("optimizer", "args"): "optimizer_args"}
 
@@ -45,6 +56,15 @@ class TrainConfig(SettingsGroup):
         default=OptimizerConfig(), description="The steps of the run, and how they change the weights."
     )
     output: OutputConfig = Field(default=OutputConfig(), description="Checkpoints, validation and logs.")
+    objective: Literal["denoising", "flow_grpo", "ddpo"] = Field(
+        default="denoising",
+        description="``denoising``: learn from samples; or from rewards of images that the run draws, by ``flow_grpo`` "
+        "(rectified flow; Liu et al. 2025, arXiv:2505.05470) or ``ddpo`` (models of noise; Black et al. 2023, "
+        "arXiv:2305.13301).",
+    )
+    reinforce: ReinforceConfig | None = Field(
+        default=None, description="The settings of learning from rewards ([reinforcement](reinforcement.md))."
+    )
     lora: LoraConfig | None = Field(
         default=None, description="Train adapters on ``train_modules`` instead of their weights."
     )
@@ -91,6 +111,8 @@ class TrainConfig(SettingsGroup):
     @property
     def batch(self) -> int:
         """Samples of one optimizer step over all ranks."""
+        if self.reinforce is not None:
+            return self.reinforce.groups * self.reinforce.group_size
         return self.optimizer.global_batch_size or self.optimizer.train_batch_size * self.parallel.data
 
     def flat(self) -> dict[str, Any]:
@@ -196,7 +218,8 @@ def _problem_of(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         if top[0] in GROUPS and len(first["loc"]) == 2:
             return _misplaced(str(top[1]), str(top[0]))
-        known = LoraConfig if top[0] == "lora" else DataSetConfig
+        kinds = {"lora": LoraConfig, "reinforce": RewardConfig if "rewards" in first["loc"] else ReinforceConfig}
+        known = kinds.get(str(top[0]), DataSetConfig)
         name = str(first["loc"][-1])
         return f"{where!r} is no training setting{did_you_mean(name, known.model_fields)}"
     if first["type"] == "missing":
@@ -213,12 +236,15 @@ def _problem_of(error: ValidationError) -> str:
 def _contradictions(config: TrainConfig) -> Iterator[str]:
     """A sentence for everything that does not fit. Raises `ConfigError`: degrees are none of reproducible mode."""
     yield from chain(
-        _problems_of_data(config), _problems_of_steps(config), _problems_of_ranks(config), _problems_of_weights(config)
+        _problems_of_data(config) if config.objective == "denoising" else _problems_of_rewards(config),
+        *(_problems_of_steps(config), _problems_of_ranks(config), _problems_of_weights(config)),
     )
 
 
 def _problems_of_data(config: TrainConfig) -> Iterator[str]:
     data = config.data
+    if config.reinforce is not None:
+        yield "reinforce is for learning from rewards, and objective is denoising; use objective: flow_grpo, or ddpo"
     if bool(data.train_data_dir) == bool(data.train_data):
         which = "are both there; leave one out" if data.train_data else "is missing; give the folder of the samples"
         yield f"data.train_data_dir{' and data.train_data' * bool(data.train_data)} {which}"
@@ -226,6 +252,41 @@ def _problems_of_data(config: TrainConfig) -> Iterator[str]:
         yield (
             f"max_sequence_length={list(data.max_sequence_length)}: text embeddings in cache_dir have one length; "
             "give one number, or leave cache_dir out"
+        )
+
+
+def _problems_of_rewards(config: TrainConfig) -> Iterator[str]:
+    name, reinforce = f"objective={config.objective!r}", config.reinforce
+    if reinforce is None:
+        yield f"{name} needs prompts and rewards; give them in the section reinforce"
+        return
+    idle = [("data", n) for n in config.data.model_fields_set - OF_IMAGES]
+    idle += [("model", n) for n in config.model.model_fields_set & {"weighting_scheme", "logit_mean", "snr_gamma"}]
+    idle += [("optimizer", n) for n in config.optimizer.model_fields_set & {"global_batch_size", "num_train_epochs"}]
+    if idle:
+        yield f"{'.'.join(min(idle))} is for objective: denoising, and {name} draws its own samples; leave it out"
+    if config.optimizer.max_train_steps is None:
+        yield f"{name} needs the number of steps; give optimizer.max_train_steps"
+    if config.model.train_modules not in (("transformer",), (SECOND,)):
+        yield f"train_modules={list(config.model.train_modules)}: {name} trains the transformer alone; leave others out"
+    if reinforce.kl_weight is not None and config.lora is None:
+        yield f"reinforce.kl_weight={reinforce.kl_weight:g} compares with the model without its lora; add lora"
+    if config.lora is not None and config.lora.dropout:
+        yield f"lora.dropout={config.lora.dropout:g}: a sample's update would not be that of its rollout; leave it out"
+    if isinstance(config.data.max_sequence_length, tuple) or ";" in (config.data.aspect_ratio_buckets or ""):
+        yield f"{name} draws images of one size and prompts of one length; give one max_sequence_length and one bucket"
+    steps, last = reinforce.trained_steps, reinforce.inference_steps - 1
+    if (isinstance(steps, int) and steps > last) or (isinstance(steps, tuple) and not {*steps} <= {*range(last)}):
+        yield (
+            f"reinforce.trained_steps={steps if isinstance(steps, int) else list(steps)}: of inference_steps="
+            f"{reinforce.inference_steps} those from 0 to {last - 1} draw noise; use these"
+        )
+    together, ranks = 1 if config.in_order else config.optimizer.train_batch_size, config.parallel.data
+    calls = reinforce.groups * -(-reinforce.group_size // together)
+    if calls < ranks or (config.model.sharding == "fsdp" and calls % ranks):
+        yield (
+            f"reinforce.groups={reinforce.groups} of group_size={reinforce.group_size} are {calls} calls, and each of "
+            f"data={ranks} ranks needs one, with sharding: fsdp as many; use a multiple of {ranks} for groups"
         )
 
 

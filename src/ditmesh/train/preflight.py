@@ -9,7 +9,9 @@ from ..config import ParallelConfig, setting
 from ..errors import ConfigError, InputError, did_you_mean
 from ..generate.job import check_config, check_folder
 from ..generate.model_info import ModelInfo
-from .config import TrainConfig
+from ..media.files import read_whole
+from .config import MAX_FILE_BYTES, TrainConfig
+from .settings import ReinforceConfig
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -51,6 +53,20 @@ def check_folders(config: TrainConfig) -> None:
                     raise InputError(f"{setting_name}={place!r} is empty; give the folder of the samples")
 
 
+def prompts_of(reinforce: ReinforceConfig) -> tuple[str, ...]:
+    """The prompts that a run learns from. Raises `InputError`: their file cannot be read, or has none."""
+    if not isinstance(reinforce.prompts, str):
+        return reinforce.prompts
+    text = read_whole(reinforce.prompts, f"reinforce.prompts={reinforce.prompts!r}", MAX_FILE_BYTES)
+    try:
+        prompts = tuple(line.strip() for line in text.decode("utf-8").splitlines() if line.strip())
+    except UnicodeDecodeError as error:
+        raise InputError(f"reinforce.prompts={reinforce.prompts!r} is no UTF-8 ({error}); write it anew") from None
+    if not prompts:
+        raise InputError(f"reinforce.prompts={reinforce.prompts!r} has no line; write a prompt in each")
+    return prompts
+
+
 def check_run(config: TrainConfig, info: ModelInfo) -> None:
     """Reject errors in the settings, the model's JSON files and the folders.
 
@@ -62,7 +78,13 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
 
         check_precision(config.model.encoder_precision, "encoder_precision")
         check_precision(config.model.base_precision)
-    check_folders(config)
+    if config.reinforce is None:
+        check_folders(config)
+    else:
+        from .reinforce.rewards import Rewards
+
+        Rewards(config.reinforce.rewards)
+        prompts_of(config.reinforce)
     check_folder(config.output_dir, "output_dir")
     if config.data.cache_dir is not None:
         check_folder(config.data.cache_dir, "cache_dir")
@@ -72,7 +94,8 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
         if name not in parts:
             near = did_you_mean(name, parts) or f"; it has {', '.join(parts)}"
             raise ConfigError(f"train_modules: {info.pipeline_class} has no module {name!r}{near}")
-    size = None if config.data.aspect_ratio_buckets is not None else (config.data.resolution, config.data.resolution)
+    drawn = config.reinforce or config.data.aspect_ratio_buckets
+    size = None if drawn is not None else (config.data.resolution, config.data.resolution)
     check_config(config.parallel, info, config.parallel.world_size, size, config.data.num_frames or 1)
     from .logs import check_trackers
     from .optimizer.optimizers import check_optimizer
