@@ -205,6 +205,19 @@ class ModelConfig(SettingsGroup):
     )
 
 
+class RewardConfig(SettingsGroup):
+    """One reward of reinforcement learning."""
+
+    function: str = Field(
+        description="``module:function``, called as ``reward(images, prompts, **arguments)``; ``sharpness``, "
+        "``jpeg_size`` or ``colour``; or the URL of a server.",
+    )
+    name: str | None = Field(default=None, description="Its name in logs; None: the function's, or the address.")
+    weight: float = Field(default=1.0, description="Its factor in the sum of rewards; 0: it is logged only.")
+    arguments: dict[str, Any] = Field(default={}, description="Further arguments of the function, by name.")
+    timeout_seconds: float = Field(default=60.0, gt=0, le=1e6, description="Time limit of a call, with its retries.")
+
+
 class OptimizerConfig(SettingsGroup):
     """The steps of a run, and how they change the weights."""
 
