@@ -11,8 +11,7 @@ from PIL import Image
 
 from ...errors import InputError, did_you_mean
 
-# sRGB, between 0 and 1.
-COLOURS = {
+COLOURS = {  # sRGB
     "red": (1.0, 0.0, 0.0), "orange": (1.0, 0.5, 0.0), "yellow": (1.0, 1.0, 0.0), "green": (0.0, 0.75, 0.0),
     "cyan": (0.0, 1.0, 1.0), "blue": (0.0, 0.0, 1.0), "purple": (0.5, 0.0, 0.75), "pink": (1.0, 0.4, 0.7),
 }  # fmt: skip
@@ -29,27 +28,15 @@ def sharpness(images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
     return _by_frame(images, prompts, of_frame)
 
 
-def jpeg_size(images: np.ndarray, prompts: Sequence[str], compressible: bool = True, quality: int = 95) -> np.ndarray:
-    """The bytes a pixel of an image as JPEG, negative: the highest number has the image that compresses best.
-
-    With ``compressible: false`` the number is positive and rewards detail.
-    """
-    if not 1 <= quality <= 95:
-        raise InputError(f"quality={quality} is not between 1 and 95; leave it out for 95")
-
-    def of_frame(frame: np.ndarray, prompt: str) -> float:
-        file = BytesIO()
-        Image.fromarray(frame).save(file, format="JPEG", quality=quality)
-        return (-1.0 if compressible else 1.0) * file.tell() / (frame.shape[0] * frame.shape[1])
-
-    return _by_frame(images, prompts, of_frame)
+def jpeg_size(images: np.ndarray, prompts: Sequence[str], compressible: bool = True) -> np.ndarray:
+    """The bytes a pixel of an image as JPEG, negative. With ``compressible: false`` they are positive."""
+    pixels = images.shape[-3] * images.shape[-2] * (-1 if compressible else 1)
+    return _by_frame(images, prompts, lambda frame, _: len(encoded(frame, "JPEG", quality=95)) / pixels)
 
 
 def colour(images: np.ndarray, prompts: Sequence[str], colour: str | None = None) -> np.ndarray:
-    """How near an image's mean colour, of pixels weighted by their saturation, is to a named colour: from 0 to 1.
-
-    The colour is ``colour``, or without it the first of `COLOURS` that the prompt names.
-    """
+    """How near, from 0 to 1, an image's mean (of pixels weighted by their saturation) is to a colour of `COLOURS`.
+    Without ``colour`` it is the first one that the prompt names."""
 
     def of_frame(frame: np.ndarray, prompt: str) -> float:
         pixels = frame.reshape(-1, 3) / 255.0
@@ -59,6 +46,13 @@ def colour(images: np.ndarray, prompts: Sequence[str], colour: str | None = None
         return 1.0 - float(np.sqrt(((mean - COLOURS[_named(colour, prompt)]) ** 2).sum() / 3.0))
 
     return _by_frame(images, prompts, of_frame)
+
+
+def encoded(image: np.ndarray, format: str, **settings: int) -> bytes:
+    """The file of an image."""
+    file = BytesIO()
+    Image.fromarray(image).save(file, format, **settings)
+    return file.getvalue()
 
 
 def _named(colour: str | None, prompt: str) -> str:
@@ -71,9 +65,7 @@ def _named(colour: str | None, prompt: str) -> str:
 
 
 def _by_frame(images: np.ndarray, prompts: Sequence[str], of_frame: Callable[[np.ndarray, str], float]) -> np.ndarray:
-    """The number of each image, or the mean over the frames of each video."""
-    videos = images if images.ndim == 5 else images[:, None]
-    pairs = zip(videos, prompts, strict=True)
+    pairs = zip(images if images.ndim == 5 else images[:, None], prompts, strict=True)
     return np.array([np.mean([of_frame(frame, prompt) for frame in video]) for video, prompt in pairs])
 
 
