@@ -2,54 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-try:
-    from ditmesh.train.reinforce import rewards as rewards
-except ImportError:
-    # Until the room of rewards is merged.
-    from importlib import import_module
-
-    class RewardError(RuntimeError):
-        def __init__(self, name: str, sentence: str) -> None:
-            super().__init__(f"the reward {name!r} {sentence}")
-
-    class Rewards:
-        def __init__(self, rewards: Any) -> None:
-            self.given = {}
-            for reward in rewards:
-                module, _, name = reward.function.partition(":")
-                self.given[name] = getattr(import_module(module), name), reward
-
-        def __call__(self, images: np.ndarray, prompts: list[str]) -> dict[str, np.ndarray]:
-            scores = {}
-            for name, (function, reward) in self.given.items():
-                try:
-                    scores[name] = np.asarray(function(images, prompts, **reward.arguments), np.float64)
-                except Exception as error:
-                    raise RewardError(name, f"raised {error}") from error
-                if not np.isfinite(scores[name]).all():
-                    raise RewardError(name, "returned nan")
-            return scores
-
-        def total(self, scores: dict[str, np.ndarray]) -> np.ndarray:
-            return np.sum([reward.weight * scores[name] for name, (_, reward) in self.given.items()], axis=0)
-
-    rewards = sys.modules["ditmesh.train.reinforce.rewards"] = ModuleType("ditmesh.train.reinforce.rewards")
-    vars(rewards).update(Rewards=Rewards, RewardError=RewardError)
-
-from ditmesh.train.reinforce.trainer import ReinforcementTrainer  # noqa: E402
-from support.train import configured, loaded  # noqa: E402
+from ditmesh.train.reinforce.trainer import ReinforcementTrainer
+from support.train import configured, loaded
 
 
 def redness(images: np.ndarray, prompts: list[str]) -> np.ndarray:
     """How much more red than green and blue an image has."""
     return (images[..., 0].astype(float) - images[..., 1:].mean(-1)).mean((1, 2)) / 255
+
+
+def picky(images: np.ndarray, prompts: list[str]) -> np.ndarray:
+    """`redness`, which raises for a cactus."""
+    if "a cactus" in prompts:
+        raise ValueError("a cactus is green")
+    return redness(images, prompts)
 
 
 def given(out: Path, **more: Any) -> dict[str, Any]:
@@ -82,5 +53,7 @@ def trained(settings: dict[str, Any], until: int | None = None) -> tuple[list[di
     config = configured(settings)
     with ReinforcementTrainer(config, loaded(config.pretrained_model_name_or_path), timeout=100.0) as trainer:
         rows: list[dict[str, float]] = []
-        trainer.run(report=lambda now: rows.append({"loss": now.loss, "norm": now.grad_norm, **now.numbers}), until=until)
+        trainer.run(
+            report=lambda now: rows.append({"loss": now.loss, "norm": now.grad_norm, **now.numbers}), until=until
+        )
         return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows], trainer.state.weights_digest()

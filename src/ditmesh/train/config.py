@@ -37,8 +37,12 @@ GROUPS: dict[str, type[SettingsGroup]] = {
     "optimizer": OptimizerConfig,
     "output": OutputConfig,
 }
-# Settings of samples that are also those of images which the run draws.
-OF_IMAGES = {"resolution", "aspect_ratio_buckets", "num_frames", "max_sequence_length"}
+# Settings of samples from a data set that say nothing of images which the run draws.
+OF_SAMPLES = {
+    "data": {*DataConfig.model_fields} - {"resolution", "aspect_ratio_buckets", "num_frames", "max_sequence_length"},
+    "model": {"weighting_scheme", "logit_mean", "snr_gamma"},
+    "optimizer": {"global_batch_size", "num_train_epochs"},
+}
 # Names that settings have outside of their groups, in checkpoints.
 FLAT_NAMES = {("optimizer", "name"): "optimizer", ("optimizer", "args"): "optimizer_args"}
 
@@ -255,37 +259,37 @@ def _problems_of_data(config: TrainConfig) -> Iterator[str]:
         )
 
 
+# complex: a sentence for each contradiction
 def _problems_of_rewards(config: TrainConfig) -> Iterator[str]:
-    name, reinforce = f"objective={config.objective!r}", config.reinforce
+    name, reinforce, lora, data = f"objective={config.objective!r}", config.reinforce, config.lora, config.data
     if reinforce is None:
         yield f"{name} needs prompts and rewards; give them in the section reinforce"
         return
-    idle = [("data", n) for n in config.data.model_fields_set - OF_IMAGES]
-    idle += [("model", n) for n in config.model.model_fields_set & {"weighting_scheme", "logit_mean", "snr_gamma"}]
-    idle += [("optimizer", n) for n in config.optimizer.model_fields_set & {"global_batch_size", "num_train_epochs"}]
+    idle = [
+        f"{group}.{setting}"
+        for group, names in OF_SAMPLES.items()
+        for setting in sorted(getattr(config, group).model_fields_set & names)
+    ]
     if idle:
-        yield f"{'.'.join(min(idle))} is for objective: denoising, and {name} draws its own samples; leave it out"
+        yield f"{', '.join(idle)}: {name} draws its own samples; leave it out"
     if config.optimizer.max_train_steps is None:
-        yield f"{name} needs the number of steps; give optimizer.max_train_steps"
+        yield f"{name} needs a number of steps; give optimizer.max_train_steps"
     if config.model.train_modules not in (("transformer",), (SECOND,)):
         yield f"train_modules={list(config.model.train_modules)}: {name} trains the transformer alone; leave others out"
-    if reinforce.kl_weight is not None and config.lora is None:
+    if isinstance(data.max_sequence_length, tuple) or ";" in (data.aspect_ratio_buckets or ""):
+        yield f"{name} draws one size with one length of prompts; give one max_sequence_length and one bucket"
+    if lora is None and reinforce.kl_weight is not None:
         yield f"reinforce.kl_weight={reinforce.kl_weight:g} compares with the model without its lora; add lora"
-    if config.lora is not None and config.lora.dropout:
-        yield f"lora.dropout={config.lora.dropout:g}: a sample's update would not be that of its rollout; leave it out"
-    if isinstance(config.data.max_sequence_length, tuple) or ";" in (config.data.aspect_ratio_buckets or ""):
-        yield f"{name} draws images of one size and prompts of one length; give one max_sequence_length and one bucket"
-    steps, last = reinforce.trained_steps, reinforce.inference_steps - 1
-    if (isinstance(steps, int) and steps > last) or (isinstance(steps, tuple) and not {*steps} <= {*range(last)}):
-        yield (
-            f"reinforce.trained_steps={steps if isinstance(steps, int) else list(steps)}: of inference_steps="
-            f"{reinforce.inference_steps} those from 0 to {last - 1} draw noise; use these"
-        )
-    together, ranks = 1 if config.in_order else config.optimizer.train_batch_size, config.parallel.data
-    calls = reinforce.groups * -(-reinforce.group_size // together)
+    if lora is not None and lora.dropout:
+        yield f"lora.dropout={lora.dropout:g}: an update would not be that of its rollout; leave it out"
+    steps, last = reinforce.trained_steps or (), reinforce.inference_steps - 1
+    if not {*(range(steps) if isinstance(steps, int) else steps)} <= {*range(last)}:
+        yield f"reinforce.trained_steps={steps}: of {last + 1} inference_steps 0 to {last - 1} draw noise; use these"
+    calls = reinforce.groups * -(-reinforce.group_size // (1 if config.in_order else config.optimizer.train_batch_size))
+    ranks = config.parallel.data
     if calls < ranks or (config.model.sharding == "fsdp" and calls % ranks):
         yield (
-            f"reinforce.groups={reinforce.groups} of group_size={reinforce.group_size} are {calls} calls, and each of "
+            f"reinforce.groups={reinforce.groups} of {reinforce.group_size} samples are {calls} calls, and each of "
             f"data={ranks} ranks needs one, with sharding: fsdp as many; use a multiple of {ranks} for groups"
         )
 

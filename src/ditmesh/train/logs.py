@@ -96,61 +96,43 @@ class Trackers:
             self._tried(name, getattr(tracker, method), *args)
 
 
-class Table:
-    """A CSV of numbers by step; rows from step ``from_step`` on belong to a run that was lost."""
-
-    def __init__(self, path: Path, from_step: int) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [row for row in read_log(path) if row["step"] < from_step]
-        self._columns = tuple(rows[0]) if rows else COLUMNS
-        self._write(rows)
-
-    def _write(self, rows: Iterable[Mapping[str, float]]) -> None:
-        with written_whole(self._path) as part, part.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._columns, restval="nan", extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
-
-    def add(self, row: Mapping[str, float]) -> None:
-        """Append a step. If it cannot be written (a full disk), the row is missing, with a warning."""
-        try:
-            if not {*row} <= {*self._columns}:
-                # The names of some numbers are known with the first of them.
-                self._columns = tuple(row)
-                self._write(read_log(self._path))
-            with self._path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, self._columns, restval="nan").writerow(row)
-        except OSError as error:
-            logger.warning("step %d is missing in %s: %s", row["step"], self._path, error)
-
-
 class TrainingLog:
     """The log of a run, written by one rank; rows from step ``from_step`` on belong to a run that was lost."""
 
     def __init__(self, config: TrainConfig, from_step: int) -> None:
-        folder = Path(config.output_dir)
-        self._steps = Table(folder / "loss.csv", from_step)
-        self._validations = (
-            None if config.reinforce is None else Table(folder / "validation.csv", from_step and from_step + 1)
-        )
+        self._folder, self._columns = Path(config.output_dir), {"loss.csv": COLUMNS}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Validations are numbered by the steps before them.
+        for name, first in (("loss.csv", from_step), ("validation.csv", from_step and from_step + 1)):
+            rows = [row for row in read_log(self._folder / name) if row["step"] < first]
+            if rows or name in self._columns:
+                self._begin(name, tuple(rows[0] if rows else COLUMNS), rows)
         self._trackers = Trackers(config, from_step)
 
-    def add(self, row: Mapping[str, float]) -> None:
-        """Append the numbers of a step."""
-        self._steps.add(row)
-        self._trackers.tell("log", {name: value for name, value in row.items() if name != "step"}, int(row["step"]))
+    def _begin(self, name: str, columns: tuple[str, ...], rows: Iterable[Mapping[str, float]]) -> None:
+        self._columns[name] = columns
+        with written_whole(self._folder / name) as part, part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, restval="nan", extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
 
-    def validated(self, step: int, results: Mapping[str, Path | float]) -> None:
-        """Append the numbers of a validation after so many steps, and show its images in trackers."""
-        numbers = {name: value for name, value in results.items() if not isinstance(value, Path)}
-        files = {name: path for name, path in results.items() if isinstance(path, Path)}
-        if numbers and self._validations is not None:
-            self._validations.add({"step": step, **numbers})
-            self._trackers.tell("log", numbers, max(step - 1, 0))
-        if files:
-            pictures = {name: np.asarray(Image.open(path).convert("RGB")) for name, path in files.items()}
-            self._trackers.tell("pictures", pictures, max(step - 1, 0))
+    def add(self, row: Mapping[str, float], name: str = "loss.csv") -> None:
+        """Append the numbers of a step. If they cannot be written (a full disk), the row is missing, with a warning."""
+        path = self._folder / name
+        try:
+            if not {*row} <= {*self._columns.get(name, ())}:
+                # The names of some numbers are known with the first of them.
+                self._begin(name, tuple(row), read_log(path))
+            with path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns[name], restval="nan").writerow(row)
+        except OSError as error:
+            logger.warning("step %d is missing in %s: %s", row["step"], path, error)
+        self._trackers.tell("log", {key: value for key, value in row.items() if key != "step"}, int(row["step"]))
+
+    def pictures(self, step: int, files: Mapping[str, Path]) -> None:
+        """Show validation images in trackers."""
+        pictures = {name: np.asarray(Image.open(path).convert("RGB")) for name, path in files.items()}
+        self._trackers.tell("pictures", pictures, step)
 
     def close(self) -> None:
         """Close trackers."""

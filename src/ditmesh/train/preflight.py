@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 
 from ..config import ParallelConfig, setting
-from ..errors import ConfigError, InputError, did_you_mean
+from ..errors import ConfigError, InputError, did_you_mean, reason_of
 from ..generate.job import check_config, check_folder
 from ..generate.model_info import ModelInfo
-from ..media.files import read_whole
-from .config import MAX_FILE_BYTES, TrainConfig
+from .config import TrainConfig
 from .settings import ReinforceConfig
 
 
@@ -57,14 +56,26 @@ def prompts_of(reinforce: ReinforceConfig) -> tuple[str, ...]:
     """The prompts that a run learns from. Raises `InputError`: their file cannot be read, or has none."""
     if not isinstance(reinforce.prompts, str):
         return reinforce.prompts
-    text = read_whole(reinforce.prompts, f"reinforce.prompts={reinforce.prompts!r}", MAX_FILE_BYTES)
     try:
-        prompts = tuple(line.strip() for line in text.decode("utf-8").splitlines() if line.strip())
-    except UnicodeDecodeError as error:
-        raise InputError(f"reinforce.prompts={reinforce.prompts!r} is no UTF-8 ({error}); write it anew") from None
-    if not prompts:
-        raise InputError(f"reinforce.prompts={reinforce.prompts!r} has no line; write a prompt in each")
+        lines = Path(reinforce.prompts).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        lines, why = [], reason_of(error)
+    else:
+        why = "it has no line"
+    if not (prompts := tuple(line.strip() for line in lines if line.strip())):
+        raise InputError(f"reinforce.prompts={reinforce.prompts!r}: {why}; give a list, or a text file of prompts")
     return prompts
+
+
+def _check_samples(config: TrainConfig) -> None:
+    """Reject what a run cannot learn from: folders of samples, or rewards."""
+    if config.reinforce is None:
+        check_folders(config)
+        return
+    from .reinforce.rewards import Rewards
+
+    Rewards(config.reinforce.rewards)
+    prompts_of(config.reinforce)
 
 
 def check_run(config: TrainConfig, info: ModelInfo) -> None:
@@ -78,13 +89,7 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
 
         check_precision(config.model.encoder_precision, "encoder_precision")
         check_precision(config.model.base_precision)
-    if config.reinforce is None:
-        check_folders(config)
-    else:
-        from .reinforce.rewards import Rewards
-
-        Rewards(config.reinforce.rewards)
-        prompts_of(config.reinforce)
+    _check_samples(config)
     check_folder(config.output_dir, "output_dir")
     if config.data.cache_dir is not None:
         check_folder(config.data.cache_dir, "cache_dir")
@@ -94,8 +99,7 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
         if name not in parts:
             near = did_you_mean(name, parts) or f"; it has {', '.join(parts)}"
             raise ConfigError(f"train_modules: {info.pipeline_class} has no module {name!r}{near}")
-    drawn = config.reinforce or config.data.aspect_ratio_buckets
-    size = None if drawn is not None else (config.data.resolution, config.data.resolution)
+    size = None if config.data.aspect_ratio_buckets is not None else (config.data.resolution, config.data.resolution)
     check_config(config.parallel, info, config.parallel.world_size, size, config.data.num_frames or 1)
     from .logs import check_trackers
     from .optimizer.optimizers import check_optimizer

@@ -18,7 +18,7 @@ from ..generate.model_info import find_model
 from ..generate.runner import PipelineRunner, rank_of_process
 from .checkpoints.export import export
 from .config import TrainConfig
-from .drawing import drawing_job, pixels_of, whole_size
+from .drawing import drawing_call, drawing_job, pixels_of
 from .memory import check_training_memory
 from .model.frozen import read_pipeline_frozen
 from .trainer import Trainer
@@ -113,24 +113,22 @@ def _read_pipeline(config: TrainConfig, limit: float | None) -> Any:
     return pipe
 
 
-def _validate(trainer: Trainer, step: int) -> dict[str, Path | float]:
-    """Draw the validation images of a step; returns numbers about them, and their files on the rank that writes."""
+def _validate(trainer: Trainer, step: int) -> dict[str, Path]:
+    """Draw the validation images of a step; returns their files by name, on the rank that writes them."""
     config = trainer.config
     runner, prompts = PipelineRunner(trainer.pipe, trainer.device), config.output.validation_prompts
     job = drawing_job(config, runner, prompts, config.output.validation_inference_steps, config.seed)
-    outputs: list[Any] = []
     # One by one, so that an image does not depend on the others.
-    for number in range(job.calls):
-        outputs += runner.run(runner.prepare(job, number, **whole_size(runner)))
+    outputs = [runner.run(drawing_call(runner, job, number))[0] for number in range(job.calls)]
     pictures = pixels_of(outputs)
-    results: dict[str, Path | float] = {**trainer.rated(prompts, pictures)}
+    trainer.judge(pictures)
+    files: dict[str, Path] = {}
     if trainer.speaks:
         from PIL import Image
 
         folder = Path(config.output_dir) / "validation"
         folder.mkdir(parents=True, exist_ok=True)
         for number, picture in enumerate(pictures):
-            file = folder / f"step-{step}-{number}.png"
-            Image.fromarray(picture).save(file)
-            results[f"validation/{number}"] = file
-    return results
+            files[f"validation/{number}"] = folder / f"step-{step}-{number}.png"
+            Image.fromarray(picture).save(files[f"validation/{number}"])
+    return files

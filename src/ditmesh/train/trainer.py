@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,16 +40,10 @@ from .state import TrainState
 
 logger = logging.getLogger(__name__)
 
-# Draws images after so many steps; returns their files, and numbers about them.
-Validate = Callable[[int], Mapping[str, Path | float] | None]
-
 
 @dataclass(frozen=True)
 class Progress:
-    """The report after every optimizer step: the mean loss over its samples, and the norm before clipping.
-
-    ``numbers``: others that the objective has, such as the mean reward.
-    """
+    """The report after every optimizer step: the mean loss over its samples, the norm before clipping, and others."""
 
     step: int
     steps: int
@@ -59,16 +53,6 @@ class Progress:
     samples_per_second: float
     seconds_left: float
     numbers: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class StepNumbers:
-    """The loss of an optimizer step, the norm of its gradient, its samples, and what else the objective logs."""
-
-    loss: float
-    norm: float
-    samples: int
-    others: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,6 +98,7 @@ class Trainer:
 
     Attributes:
         steps, digest, report: optimizer steps of the run, a digest of its samples, and the report about them.
+        draws_from_images: whether the pipeline needs an image beside a prompt.
 
     Raises:
         ConfigError, InputError: settings, data and model do not fit.
@@ -148,7 +133,6 @@ class Trainer:
         return self._lock.pop_all()
 
     def _observe(self) -> None:
-        """Find out what the objective has to know of the pipeline; refuse what it cannot train."""
         self.family = ObservedFamily(self.pipe, self.config)
         self.objective = NoiseObjective(self.family.scheduler, self.config)
 
@@ -169,7 +153,6 @@ class Trainer:
         self.step = 0
 
     def _prepare_data(self) -> None:
-        """Read what the run learns from. Collective."""
         config, pipe = self.config, self.pipe
         self.family.prepare(pipe)
         by = self.family.conditioned_by
@@ -179,13 +162,14 @@ class Trainer:
             # Those of the one of two transformers that is trained.
             self.objective.keep_between(*bounds)
         self.steps, self.digest, self.report = self.data.steps, self.data.digest, self.data.report
+        self.draws_from_images = (self.family.source_image or self.family.reference) is not None
 
     # --- the loop ----------------------------------------------------------------------------------------
 
     def run(
         self,
         report: Callable[[Progress], None] | None = None,
-        validate: Validate | None = None,
+        validate: Callable[[int], Mapping[str, Path] | None] | None = None,
         until: int | None = None,
     ) -> Outcome:
         """Train to the end, or to step ``until``. Collective.
@@ -193,7 +177,7 @@ class Trainer:
         Args:
             report: called after every step.
             validate: called on every rank before the first step, every ``validation_steps`` and after the last step,
-                with the weights that would be saved; returns images and numbers for trackers, by name.
+                with the weights that would be saved; returns images for trackers, by name.
             until: stop there, with a checkpoint.
 
         Raises:
@@ -215,23 +199,23 @@ class Trainer:
     def _run(
         self,
         report: Callable[[Progress], None] | None,
-        validate: Validate | None,
+        validate: Callable[[int], Mapping[str, Path] | None] | None,
         until: int | None,
     ) -> Outcome:
         config, outcome = self.config, Outcome()
         outcome.changed = self._resume()
         self._begin()
         on_first(self.mesh.world, lambda: check_trackers(config))
-        log = TrainingLog(config, self.step) if self.speaks else None
+        self.log = log = TrainingLog(config, self.step) if self.speaks else None
         end = min(self.steps, until or self.steps)
         try:
             if self.step == 0:
                 self._validate(validate, log)
             while self.step < end:
                 began = time.perf_counter()
-                numbers = self._take_step(outcome)
+                loss, norm, samples, others = self._take_step()
                 self.step += 1
-                outcome.losses[self.step - 1] = numbers.loss
+                outcome.losses[self.step - 1] = loss
                 outcome.peak_bytes = outcome.peak_bytes or peak_bytes(self.device)
                 seconds = time.perf_counter() - began
                 rate = rate_of(self.update.optimizer)
@@ -239,16 +223,16 @@ class Trainer:
                 now = Progress(
                     step=self.step,
                     steps=self.steps,
-                    loss=numbers.loss,
+                    loss=loss,
                     lr=rate,
-                    grad_norm=numbers.norm,
-                    samples_per_second=numbers.samples / seconds,
+                    grad_norm=norm,
+                    samples_per_second=samples / seconds,
                     seconds_left=(self.steps - self.step) * seconds,
-                    numbers=numbers.others,
+                    numbers=others,
                 )
                 if log is not None:
                     row = asdict(now) | {"step": self.step - 1, "seconds": seconds}
-                    log.add({name: row[name] for name in COLUMNS} | numbers.others)
+                    log.add({name: row[name] for name in COLUMNS} | others)
                 if report is not None:
                     report(now)
                 if self.step % config.output.checkpointing_steps == 0 or self.step >= end:
@@ -262,18 +246,17 @@ class Trainer:
         self._end(outcome)
         return outcome
 
-    def _validate(self, validate: Validate | None, log: TrainingLog | None) -> None:
+    def _validate(self, validate: Callable[[int], Mapping[str, Path] | None] | None, log: TrainingLog | None) -> None:
         """Have images drawn with the weights that would be saved. Collective."""
         if validate is None:
             return
         with self.update.averaged(), self._encoders():
-            results = validate(self.step)
-        if log is not None and results:
-            log.validated(self.step, results)
+            pictures = validate(self.step)
+        if log is not None and pictures:
+            log.pictures(max(self.step - 1, 0), pictures)
 
-    def rated(self, prompts: Sequence[str], pictures: np.ndarray) -> dict[str, float]:
-        """Numbers about validation images, by name, which objectives may have. Collective."""
-        return {}
+    def judge(self, pictures: np.ndarray) -> None:
+        """Take the validation images, (B, H, W, 3) uint8, of which objectives may log numbers. Collective."""
 
     def _begin(self) -> None:
         """Do what precedes the first step of this run. Collective."""
@@ -298,20 +281,14 @@ class Trainer:
             self._report_preparing(Preparing(what, done, total))
 
     @property
-    def draws_from_images(self) -> bool:
-        """True if the pipeline needs an image beside a prompt."""
-        return (self.family.source_image or self.family.reference) is not None
-
-    @property
     def speaks(self) -> bool:
         """True if this rank writes logs and images."""
         return self.mesh.rank == 0
 
-    def _take_step(self, outcome: Outcome) -> StepNumbers:
-        """Do optimizer step `step`, counted from 0."""
+    def _take_step(self) -> tuple[float, float, int, dict[str, float]]:
+        """Do the next step; returns its loss, norm and samples, and what else the objective logs. Collective."""
         batches = self.data.order.step(self.step)
-        loss, norm = self._optimizer_step(batches)
-        return StepNumbers(loss, norm, sum(batch.count for batch in batches))
+        return *self._optimizer_step(batches), sum(batch.count for batch in batches), {}
 
     def _optimizer_step(self, batches: list[MicroBatch]) -> tuple[float, float]:
         """One step; returns the mean loss over its samples, and the norm of the gradient before clipping."""

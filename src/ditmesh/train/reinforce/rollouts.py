@@ -8,7 +8,7 @@ and what else a pipeline does with predictions is in both the same code, and no 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +21,10 @@ from ...core.digests import digest
 from ...core.generators import OwnGenerators
 from ...errors import ConfigError
 from ...generate.modular import guided_by
-from ...generate.runner import PipelineRunner
+from ...generate.runner import PipelineRunner, Prepared
 from ..config import TrainConfig
 from ..data.order import MicroBatch
-from ..drawing import drawing_job, pixels_of, whole_size
+from ..drawing import drawing_call, drawing_job, pixels_of
 from ..observed.watch import StandIn, remember_prompts
 from ..staging import onto
 from .steps import NOISE_LEVELS, NormalStep, stochastic_steps
@@ -35,11 +35,9 @@ class Rollout:
     """The samples of a micro-batch: images of one prompt.
 
     Attributes:
-        micro: numbers of the samples.
         images: (B, H, W, 3), of videos (B, F, H, W, 3), uint8.
         after: the sample after each step, (B, ...).
-        log_probabilities: of the trained steps, (B,) each.
-        means: of the trained steps without adapters, where they are asked for.
+        log_probabilities, means: of the trained steps; means are without adapters, where they are asked for.
         output: a result of the transformer.
     """
 
@@ -51,6 +49,10 @@ class Rollout:
     means: dict[int, Tensor] = field(default_factory=dict)
     output: Any = None
 
+    def keep_mean(self, step: NormalStep) -> None:
+        """Keep the mean of a step without adapters."""
+        self.means[step.number] = step.mean
+
 
 class _Seen(BaseException):
     """Leaves a pipeline's call after its last trained step. No `Exception`: pipelines catch those."""
@@ -61,39 +63,36 @@ def seed_of(seed: int, *about: Any) -> int:
     return int(digest(("reinforce", seed, *about)), 16) % 2**63
 
 
-class Rollouts:
-    """Draws samples with a pipeline, and repeats them.
+def generators_of(seeds: Iterable[int]) -> list[torch.Generator]:
+    """Generators on the CPU, so that their numbers depend on no device."""
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
 
-    Everything that is random about a sample follows from the run's seed and the sample's number, so that it depends on
-    no batch and no rank.
+
+class Rollouts:
+    """Draws samples with a pipeline, and repeats them; ``prompts``: results of its encoder of prompts, which are kept.
+
+    All that is random about a sample follows from the run's seed and its number, on any rank and in any batch.
     """
 
     def __init__(self, pipe: Any, config: TrainConfig, device: torch.device) -> None:
         assert config.reinforce is not None
         self._settings, self._config, self._device = config.reinforce, config, device
         self._runner = PipelineRunner(pipe, device)
-        self._prompts: dict[str, Any] = {}
+        self.prompts: dict[str, Any] = {}
         self.level = self._settings.noise_level or NOISE_LEVELS[config.objective]
 
-    def forget(self) -> None:
-        """Forget encoded prompts."""
-        self._prompts.clear()
-
     def draw(self, micro: MicroBatch, prompt: str, trained: Sequence[int]) -> Rollout:
-        """Draw the samples of a micro-batch.
+        """Draw the samples of a micro-batch, and keep the probabilities of the trained steps.
 
-        Args:
-            trained: numbers of the steps whose probabilities are kept.
-
-        Raises:
-            ConfigError: the pipeline does not step as its scheduler says.
+        Raises `ConfigError`: the pipeline does not step as its scheduler says.
         """
         rollout, seed = Rollout(micro, prompt), self._config.seed
 
         def follow(step: NormalStep) -> Tensor:
             after = step.plain
             if step.deviation:
-                noise = [self._noise(after.shape[1:], seed_of(seed, s.number, step.number)) for s in micro.samples]
+                seeds = [seed_of(seed, sample.number, step.number) for sample in micro.samples]
+                noise = [torch.randn(after.shape[1:], generator=one) for one in generators_of(seeds)]
                 after = step.drawn(onto(torch.stack(noise), after.device))
             if step.number in trained:
                 rollout.log_probabilities[step.number] = step.log_probability(after)
@@ -108,9 +107,8 @@ class Rollouts:
             outputs = self._runner.run(self._prepared(rollout))
         if len(rollout.after) != len(sampler.timesteps) or len(rollout.after) <= max(trained):
             raise ConfigError(
-                f"{self._runner.kind.__name__} takes {len(rollout.after)} steps, and its scheduler has "
-                f"{len(sampler.timesteps)}: objective: {self._config.objective} cannot tell one from another; use "
-                "objective: denoising"
+                f"{self._runner.kind.__name__} takes {len(rollout.after)} steps of {len(sampler.timesteps)} in its "
+                f"scheduler, which objective: {self._config.objective} does not know; use objective: denoising"
             )
         rollout.images = pixels_of(outputs)
         return rollout
@@ -120,18 +118,12 @@ class Rollouts:
         rollout: Rollout,
         trained: Sequence[int],
         visit: Callable[[NormalStep], None],
-        model: Callable[[], Any],
-        begin: Callable[[int], None] = lambda number: None,
+        model: Callable[[int], Any],
     ) -> None:
         """Run the call of a rollout again; gradients are recorded if they are on.
 
-        Args:
-            trained: numbers of the steps in which the transformer computes.
-            visit: called in each of them.
-            model: what computes in the transformer's place.
-            begin: called before the first call of the transformer in each of them.
+        In the trained steps ``model``, called with a step's number, gives what computes, and ``visit`` follows.
         """
-        begun: set[int] = set()
         place = 0
 
         def follow(step: NormalStep) -> Tensor:
@@ -144,12 +136,7 @@ class Rollouts:
             return rollout.after[step.number]
 
         def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
-            if place not in trained:
-                return rollout.output
-            if place not in begun:
-                begun.add(place)
-                begin(place)
-            return model()(*args, **kwargs)
+            return model(place)(*args, **kwargs) if place in trained else rollout.output
 
         prepared = self._prepared(rollout)
         pipe, given = prepared.pipe, dict(prepared.arguments)
@@ -162,17 +149,12 @@ class Rollouts:
         with generators.active(), played, guided_by(pipe, given), suppress(_Seen):
             call(pipe, **given)
 
-    @staticmethod
-    def _noise(shape: Sequence[int], seed: int) -> Tensor:
-        return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
-
-    def _prepared(self, rollout: Rollout) -> Any:
+    def _prepared(self, rollout: Rollout) -> Prepared:
         """The call of the pipeline, with fresh generators."""
-        numbers = [sample.number for sample in rollout.micro.samples]
-        steps, seeds = self._settings.inference_steps, [seed_of(self._config.seed, number) for number in numbers]
-        job = drawing_job(self._config, self._runner, (rollout.prompt,), steps, seeds[0] % 2**32, len(numbers))
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        return self._runner.prepare(job, 0, generator=generators, **whole_size(self._runner))
+        seeds, runner = [seed_of(self._config.seed, sample.number) for sample in rollout.micro.samples], self._runner
+        steps = self._settings.inference_steps
+        job = drawing_job(self._config, runner, (rollout.prompt,), steps, seeds[0] % 2**32, len(seeds))
+        return drawing_call(runner, job, generator=generators_of(seeds))
 
     @contextmanager
     def _playing(
@@ -190,7 +172,7 @@ class Rollouts:
         with ExitStack() as undo:
             undo.callback(vars(pipe).__setitem__, name, model)
             vars(pipe)[name] = StandIn(model, computed)
-            undo.callback(remember_prompts(pipe, self._prompts))
+            undo.callback(remember_prompts(pipe, self.prompts))
             yield undo.enter_context(stochastic_steps(pipe, self._config.objective, self.level, images, follow))
 
 
@@ -199,12 +181,12 @@ def without_adapters(model: Any) -> Iterator[None]:
     """While inside, the adapters of a transformer add nothing."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers: Mapping[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     try:
-        for layer in layers.values():
-            # Its method also says which weights are trained.
+        for layer in layers:
+            # The layer's method also says which weights are trained.
             layer._disable_adapters = True
         yield
     finally:
-        for layer in layers.values():
+        for layer in layers:
             layer._disable_adapters = False

@@ -34,13 +34,9 @@ NOISE_LEVELS = {"flow_grpo": 0.7, "ddpo": 1.0}
 
 @dataclass(frozen=True)
 class NormalStep:
-    """The distribution of the sample after a step.
+    """The distribution of the sample after step ``number``: of numbers with one deviation; 0: nothing is drawn.
 
-    Attributes:
-        number: of the step, from 0.
-        mean: (B, ...) float32.
-        deviation: the same for all numbers; 0: nothing is drawn.
-        plain: (B, ...) what the scheduler made of the step.
+    ``mean`` is (B, ...) float32, ``plain`` what the scheduler made of the step.
     """
 
     number: int
@@ -80,10 +76,9 @@ def sampler_for(objective: str, scheduler: Any) -> Any:
     except InputError:
         sampler = None
     if sampler is None or config.get("invert_sigmas"):
-        what = "counts its noise levels the other way round" if sampler is not None else "has other steps"
+        what = "other steps" if sampler is None else "its noise levels the other way round"
         raise ConfigError(
-            f"objective={objective!r} draws by steps of {SAMPLERS[objective]}, and {name} {what}; use objective: "
-            "denoising, or a pipeline with that scheduler"
+            f"objective={objective!r} steps as {SAMPLERS[objective]}, and {name} has {what}; use objective: denoising"
         )
     return sampler
 
@@ -92,15 +87,10 @@ def sampler_for(objective: str, scheduler: Any) -> Any:
 def stochastic_steps(
     pipe: Any, objective: str, level: float, images: int, follow: Callable[[NormalStep], Tensor]
 ) -> Iterator[Any]:
-    """Put a sampler in the place of a pipeline's scheduler, of which every step but the last is a draw.
+    """Put a sampler in the place of a pipeline's scheduler, of which every step but the last is a draw; yields it.
 
-    Args:
-        level: of the noise: Flow-GRPO's ``a``, or DDIM's eta.
-        images: of the pipeline's call.
-        follow: called with every step; returns the sample after it, (images, ...).
-
-    Yields:
-        The sampler. The pipeline's own scheduler is not touched, and comes back.
+    The pipeline's own scheduler is not touched, and comes back. ``level``: of the noise, Flow-GRPO's ``a`` or DDIM's
+    eta. ``follow`` is called with every step and returns the sample after it, (images, ...).
     """
     held, sampler = pipe.scheduler, sampler_for(objective, pipe.scheduler)
     plain, signature, numbers = sampler.step, inspect.signature(sampler.step), count()
@@ -115,8 +105,8 @@ def stochastic_steps(
         copies = len(sample) // images
         if len(sample) != copies * images or any(not torch.equal(sample[:images], c) for c in sample.split(images)):
             raise ConfigError(
-                f"{type(pipe).__name__} has {len(sample)} samples in a step for {images} images, of which objective: "
-                f"{objective} cannot tell which they are; use reinforce.guidance: 1"
+                f"{type(pipe).__name__} has {len(sample)} samples in a step for {images} images, which objective: "
+                f"{objective} cannot tell apart; use reinforce.guidance: 1"
             )
         after = follow(NormalStep(number, mean[:images], deviation, before[:images]))
         return stepped(result, torch.cat([after] * copies))

@@ -9,8 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +27,8 @@ from ..first_rank import on_first
 from ..logs import TrainingLog
 from ..observed.family import check_observable
 from ..preflight import prompts_of
-from ..trainer import Outcome, StepNumbers, Trainer, Validate
+from ..trainer import Outcome, Trainer
 from ..uneven import uneven_work
-from .policy import advantages, clipped_losses, ratios
 from .rewards import RewardError, Rewards
 from .rollouts import Rollout, Rollouts, seed_of, without_adapters
 from .steps import NormalStep, sampler_for
@@ -35,25 +37,37 @@ logger = logging.getLogger(__name__)
 
 # The measures of an update: of the last one the maximum over all samples and trained steps, of the others the mean.
 MEASURES = ("loss", "ratio", "clip_fraction", "kl", "log_probability_difference")
+# Beside the deviation of a group's rewards, as in Flow-GRPO's program.
+EPSILON = 1e-4
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The samples of a step: groups and micro-batches, those of each data rank, trained steps, this rank's rollouts."""
+
+    groups: Sequence[DrawnSample]
+    micros: Sequence[MicroBatch]
+    by_rank: Sequence[Sequence[int]]
+    trained: Sequence[int]
+    rollouts: Mapping[int, Rollout]
 
 
 class ReinforcementTrainer(Trainer):
     """Trains a pipeline's transformer towards rewards of what the pipeline draws; see `Trainer`."""
 
     def _observe(self) -> None:
-        config, pipe = self.config, self.pipe
-        assert config.reinforce is not None
-        check_observable(type(pipe))
-        sampler_for(config.objective, pipe.scheduler)
-        self._settings, self.rewards = config.reinforce, Rewards(config.reinforce.rewards)
-        self.rollouts = Rollouts(pipe, config, self.device)
+        assert self.config.reinforce is not None
+        check_observable(type(self.pipe))
+        sampler_for(self.config.objective, self.pipe.scheduler)
+        self._settings, self.rewards = self.config.reinforce, Rewards(self.config.reinforce.rewards)
+        self.rollouts = Rollouts(self.pipe, self.config, self.device)
         self._notes: list[str] = []
-        self._unrated: list[str] = []
+        self._unjudged: list[str] = []
 
     def _prepare(self) -> None:
         super()._prepare()
         for module in self.trained.values():
-            # As in the rollout: nothing is dropped.
+            # As in validation: nothing is dropped.
             module.eval()
 
     def _prepare_data(self) -> None:
@@ -63,11 +77,7 @@ class ReinforcementTrainer(Trainer):
         self._order = SampleOrder([(1, 1)] * len(self.prompts), config.seed, 1, settings.groups)
         self.steps, self.digest = config.optimizer.max_train_steps or 0, digest(tuple(self.prompts))
         words = f"{settings.groups} groups of {settings.group_size} samples in a step, of {len(self.prompts)} prompts"
-        self.report = DataReport((words,), odd=False)
-
-    @property
-    def draws_from_images(self) -> bool:
-        return False
+        self.report, self.draws_from_images = DataReport((words,), odd=False), False
 
     def _begin(self) -> None:
         pass
@@ -80,221 +90,205 @@ class ReinforcementTrainer(Trainer):
 
     # --- a step ------------------------------------------------------------------------------------------
 
-    def _take_step(self, outcome: Outcome) -> StepNumbers:
-        seconds = {"rollout_seconds": -time.perf_counter()}
-        self.rollouts.forget()
+    def _take_step(self) -> tuple[float, float, int, dict[str, float]]:
+        moments = [time.perf_counter()]
+        samples = self._draw()
+        moments.append(time.perf_counter())
+        scores, size, count = self._scores(samples), self._settings.group_size, len(samples.groups)
+        moments.append(time.perf_counter())
+        weights = np.zeros((2, count, size), np.float32)
+        for number, score in scores.items():
+            # A group that is left out counts nothing, and the others as much as if it were there.
+            weights[:, number] = advantages(score["reward"]), np.full(size, count / len(scores))
+        updates, norm = list[dict[str, float]](), 0.0
+        for _ in range(self._settings.epochs if scores else 0):
+            updates.append(self._update(samples, weights))
+            norm = self.update.apply(self.parallel.sync, self.step + 1)
+        moments.append(time.perf_counter())
+        numbers = {name: float(np.mean([update[name] for update in updates] or math.nan)) for name in MEASURES}
+        # Of the update before which the weights were those of the rollout.
+        numbers[MEASURES[-1]] = updates[0][MEASURES[-1]] if updates else math.nan
+        loss = numbers.pop("loss") if updates else 0.0
+        if self._settings.kl_weight is None:
+            numbers.pop("kl")
+        numbers = _means_of(list(scores.values())) | numbers | {"skipped_groups": float(count - len(scores))}
+        seconds = zip(("rollout_seconds", "reward_seconds", "update_seconds"), np.diff(moments).tolist(), strict=True)
+        return loss, norm, count * size, numbers | dict(seconds)
+
+    def _draw(self) -> _Samples:
+        """Draw the samples of a step, those of a call together; in reproducible mode each by itself."""
+        settings, self.rollouts.prompts = self._settings, {}
         groups = [micro.samples[0] for micro in self._order.step(self.step)]
-        micros, trained = self._micro_batches(groups), self._trained_steps()
+        size, together = settings.group_size, 1 if self.config.in_order else self.config.optimizer.train_batch_size
+        micros: list[MicroBatch] = []
+        for group in groups:
+            members = tuple(DrawnSample(group.index, group.number * size + place) for place in range(size))
+            micros += [MicroBatch(members[at : at + together], (1, 1)) for at in range(0, size, together)]
+        trained, last = settings.trained_steps, settings.inference_steps - 1
+        if not isinstance(trained, tuple):
+            order = np.random.default_rng(seed_of(self.config.seed, "steps", self.step)).permutation(last)
+            trained = [int(number) for number in order[: trained or last]]
+        trained = sorted({*trained})
         by_rank = shares(micros, self.parallel.speeds.values, equal_counts=self.config.model.sharding == "fsdp")
-        drawn: dict[int, Rollout] = {}
+        rollouts: dict[int, Rollout] = {}
         for number in by_rank[self.mesh.data.rank]:
             with self.parallel.speeds.measured(micros[number].cost):
-                drawn[number] = self._drawn(micros[number], trained)
+                prompt = self.prompts[micros[number].samples[0].index]
+                rollouts[number] = rollout = self.rollouts.draw(micros[number], prompt, trained)
+                if settings.kl_weight is not None:
+                    with torch.no_grad(), without_adapters(self.model):
+                        self.rollouts.repeat(rollout, trained, rollout.keep_mean, lambda _: self.model)
         self.parallel.speeds.agree()
-        seconds["rollout_seconds"] += (now := time.perf_counter())
-        scores, rewards = self._scores(outcome, groups, micros, drawn)
-        seconds["reward_seconds"] = (later := time.perf_counter()) - now
-        kept = ~np.isnan(rewards).any(1)
-        better = np.where(kept[:, None], advantages(np.where(kept[:, None], rewards, 0.0)), 0.0)
-        # Of groups that are left out nothing counts, and of the others as much as if they were all.
-        counted = np.broadcast_to(kept[:, None] / max(kept.mean(), 1e-9), rewards.shape)
-        updates: list[dict[str, float]] = []
-        norm = 0.0
-        for _ in range(self._settings.epochs if kept.any() else 0):
-            updates.append(self._update(micros, by_rank, drawn, trained, np.stack([better, counted])))
-            norm = self.update.apply(self.parallel.sync, self.step + 1)
-        seconds["update_seconds"] = time.perf_counter() - later
-        means = {name: float(np.mean([update[name] for update in updates] or [math.nan])) for name in MEASURES}
-        if updates:
-            # Of the update before which the weights were those of the rollout.
-            means[MEASURES[-1]] = updates[0][MEASURES[-1]]
-        loss = means.pop("loss")
-        if self._settings.kl_weight is None:
-            means.pop("kl")
-        numbers = _rewards_of(scores, rewards, kept) | means | {"skipped_groups": float((~kept).sum())} | seconds
-        return StepNumbers(loss if updates else 0.0, norm, sum(micro.count for micro in micros), numbers)
-
-    def _micro_batches(self, groups: Sequence[DrawnSample]) -> list[MicroBatch]:
-        """The samples of a step, those of a call together; in reproducible mode each by itself."""
-        size = self._settings.group_size
-        together = 1 if self.config.in_order else self.config.optimizer.train_batch_size
-        micros = []
-        for group in groups:
-            samples = tuple(DrawnSample(group.index, group.number * size + place) for place in range(size))
-            micros += [MicroBatch(samples[at : at + together], (1, 1)) for at in range(0, size, together)]
-        return micros
-
-    def _trained_steps(self) -> list[int]:
-        """The denoising steps that are trained in this step of the run, ascending."""
-        wanted, last = self._settings.trained_steps, self._settings.inference_steps - 1
-        if isinstance(wanted, tuple):
-            return sorted({*wanted})
-        order = np.random.default_rng(seed_of(self.config.seed, "steps", self.step)).permutation(last)
-        return sorted(int(number) for number in order[: wanted or last])
-
-    def _drawn(self, micro: MicroBatch, trained: Sequence[int]) -> Rollout:
-        rollout = self.rollouts.draw(micro, self.prompts[micro.samples[0].index], trained)
-        if self._settings.kl_weight is not None:
-
-            def keep(step: NormalStep) -> None:
-                rollout.means[step.number] = step.mean
-
-            with torch.no_grad(), without_adapters(self.model):
-                self.rollouts.repeat(rollout, trained, keep, lambda: self.model)
-        return rollout
+        return _Samples(groups, micros, by_rank, trained, rollouts)
 
     # --- rewards -----------------------------------------------------------------------------------------
 
-    def _scores(
-        self,
-        outcome: Outcome,
-        groups: Sequence[DrawnSample],
-        micros: Sequence[MicroBatch],
-        drawn: Mapping[int, Rollout],
-    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """(G, n) of each reward, and of their sum; NaN in groups whose reward failed. Collective.
-
-        Raises `InputError`: a reward failed, and the run is to stop then.
-        """
+    def _scores(self, samples: _Samples) -> dict[int, dict[str, np.ndarray]]:
+        """The rewards of every group, by its number in the step; without those that failed. Collective."""
         pictures: dict[int, np.ndarray] = {}
-        for part in self.mesh.data.all_gather_object({number: rollout.images for number, rollout in drawn.items()}):
+        for part in self.mesh.data.all_gather_object({n: rollout.images for n, rollout in samples.rollouts.items()}):
             pictures |= part
-        per_group = len(micros) // len(groups)
-        batches = []
-        for place, group in enumerate(groups):
-            images = [pictures[number] for number in range(place * per_group, (place + 1) * per_group)]
-            batches.append((np.concatenate(images), [self.prompts[group.index]] * self._settings.group_size))
+        calls, batches = len(samples.micros) // len(samples.groups), list[tuple[np.ndarray, list[str]]]()
+        for place, group in enumerate(samples.groups):
+            images = np.concatenate([pictures[number] for number in range(place * calls, (place + 1) * calls)])
+            batches.append((images, [self.prompts[group.index]] * len(images)))
         scores, failures = self._rewarded(batches)
-        for sentence in failures.values():
-            self._fail(f"step {self.step + 1}: {sentence}", outcome)
+        self._fail(failures)
         return scores
 
     def _rewarded(
         self, batches: Sequence[tuple[np.ndarray, list[str]]]
-    ) -> tuple[tuple[dict[str, np.ndarray], np.ndarray], dict[int, str]]:
-        """Rewards of batches, each computed by one of all ranks, and sentences of those that failed. Collective."""
+    ) -> tuple[dict[int, dict[str, np.ndarray]], list[str]]:
+        """Rewards of batches, each computed by one of all ranks, and sentences about those that failed. Collective."""
         world = self.mesh.world
-        scored: dict[int, tuple[dict[str, np.ndarray], np.ndarray]] = {}
+        scores: dict[int, dict[str, np.ndarray]] = {}
         failures: dict[int, str] = {}
         with uneven_work(self.mesh, "rewarding samples") as advance:
             for number in range(world.rank, len(batches), world.size):
                 advance(number, len(batches))
                 try:
-                    scores = self.rewards(*batches[number])
-                    scored[number] = scores, self.rewards.total(scores)
+                    each = self.rewards(*batches[number])
+                    total = {"reward": self.rewards.total(each)}
+                    scores[number] = total | {f"reward_{name}": score for name, score in each.items()}
                 except RewardError as error:
                     failures[number] = str(error)
-        for others, failed in world.all_gather_object((scored, failures)):
-            scored, failures = scored | others, failures | failed
-        names = list(next(iter(scored.values()))[0]) if scored else []
-        blank = [np.full(len(prompts), math.nan) for _, prompts in batches]
-        each = {
-            name: np.stack([scored[n][0][name] if n in scored else b for n, b in enumerate(blank)]) for name in names
-        }
-        total = np.stack([scored[n][1] if n in scored else b for n, b in enumerate(blank)])
-        return (each, total), dict(sorted(failures.items()))
+        for others, failed in world.all_gather_object((scores, failures)):
+            scores, failures = scores | others, failures | failed
+        return dict(sorted(scores.items())), [sentence for _, sentence in sorted(failures.items())]
 
-    def _fail(self, sentence: str, outcome: Outcome) -> None:
-        """Stop, or note that a group is left out, as configured. Collective."""
-        if self._settings.on_reward_failure == "stop":
-            if self.step:
-                self._save(outcome)
-            raise InputError(
-                f"{sentence}; no weight was changed by this step: mend the reward and --resume, or use "
-                "on_reward_failure: skip"
-            )
-        self._notes.append(f"{sentence}; its group was left out")
-        if self.speaks:
-            logger.warning("%s; its group is left out", sentence)
+    def _fail(self, failures: Sequence[str]) -> None:
+        """Stop at a reward that failed, or note that its samples are left out, as configured. Collective."""
+        for sentence in failures:
+            if self._settings.on_reward_failure == "stop":
+                if self.step:
+                    self._save(Outcome())
+                raise InputError(
+                    f"step {self.step + 1}: {sentence}; mend the reward and --resume from step {self.step}, or use "
+                    "on_reward_failure: skip"
+                )
+            self._notes.append(f"step {self.step + 1}: {sentence}; its samples were left out")
+            if self.speaks:
+                logger.warning(self._notes[-1])
 
-    def _validate(self, validate: Validate | None, log: TrainingLog | None) -> None:
+    def _validate(self, validate: Callable[[int], Mapping[str, Path] | None] | None, log: TrainingLog | None) -> None:
         super()._validate(validate, log)
-        for sentence in self._unrated:
-            self._fail(f"validation after step {self.step}: {sentence}", Outcome())
-        self._unrated = []
+        # With the weights that are trained, not with their average.
+        failures, self._unjudged = self._unjudged, []
+        self._fail(failures)
 
-    def rated(self, prompts: Sequence[str], pictures: np.ndarray) -> dict[str, float]:
-        """The mean rewards of validation images; NaN if they failed. Collective."""
-        (scores, total), failures = self._rewarded([(pictures, [*prompts])])
-        self._unrated = [*failures.values()]
-        each = {f"reward_{name}": float(score.mean()) for name, score in scores.items()}
-        return {f"validation_{name}": value for name, value in ({"reward": float(total.mean())} | each).items()}
+    def judge(self, pictures: np.ndarray) -> None:
+        scores, self._unjudged = self._rewarded([(pictures, [*self.config.output.validation_prompts])])
+        if self.log is not None and scores:
+            means = {f"validation_{name}": float(score.mean()) for name, score in scores[0].items()}
+            self.log.add({"step": self.step, **means}, "validation.csv")
 
     # --- the update --------------------------------------------------------------------------------------
 
-    def _update(
-        self,
-        micros: Sequence[MicroBatch],
-        by_rank: Sequence[Sequence[int]],
-        drawn: Mapping[int, Rollout],
-        trained: Sequence[int],
-        weights: np.ndarray,
-    ) -> dict[str, float]:
+    def _update(self, samples: _Samples, weights: np.ndarray) -> dict[str, float]:
         """Leave the gradients of all samples and trained steps in the weights; returns `MEASURES`. Collective.
 
         ``weights``: (2, G, n), the advantage of every sample, and how much it counts.
         """
-        sync, mine, count = self.parallel.sync, by_rank[self.mesh.data.rank], len(micros) * len(trained)
-        counts = [micro.count for micro in micros]
-        parts = torch.as_tensor(weights.reshape(2, -1), dtype=torch.float32).split(counts, 1)
-        samples = sum(counts) * len(trained)
-        table = torch.zeros(len(MEASURES), count, dtype=torch.float64, device=self.device)
+        mine, steps = samples.by_rank[self.mesh.data.rank], range(len(samples.trained))
+        parts = torch.as_tensor(weights.reshape(2, -1)).split([micro.count for micro in samples.micros], 1)
+        table = torch.zeros(len(MEASURES), len(samples.micros) * len(steps), dtype=torch.float64, device=self.device)
+        addends = weights[0].size * len(steps)
         for number in mine:
-            rollout, weight = drawn[number], parts[number].to(self.device)
-            places = {step: number * len(trained) + place for place, step in enumerate(trained)}
-            with ExitStack() as accumulating:
+            columns = table[:, number * len(steps) :][:, : len(steps)]
 
-                def begin(step: int, places: dict[int, int] = places, stack: ExitStack = accumulating) -> None:
-                    is_last = places[step] == mine[-1] * len(trained) + len(trained) - 1
-                    stack.enter_context(sync.accumulating(places[step], count, is_last))
+            def accumulating(place: int, number: int = number) -> AbstractContextManager[None]:
+                is_last = (number, place) == (mine[-1], steps[-1])
+                return self.parallel.sync.accumulating(number * len(steps) + place, table.shape[1], is_last)
 
-                def visit(
-                    step: NormalStep,
-                    places: dict[int, int] = places,
-                    stack: ExitStack = accumulating,
-                    rollout: Rollout = rollout,
-                    weight: Tensor = weight,
-                ) -> None:
-                    losses, sums = self._losses_of(step, rollout, weight)
-                    if not losses.requires_grad:
-                        raise ConfigError(
-                            f"{type(self.pipe).__name__} records no gradient in step {step.number} of its loop; use "
-                            "other reinforce.trained_steps, or objective: denoising"
-                        )
-                    (losses.sum() * (sync.share / samples)).backward()
-                    stack.close()
-                    table[:, places[step.number]] = sums
-
-                with torch.enable_grad():
-                    self.rollouts.repeat(rollout, trained, visit, lambda: sync.transformer, begin)
-        per = range(len(trained))
-        sync.reduce([[number * len(trained) + place for number in numbers for place in per] for numbers in by_rank])
+            weight = parts[number].to(self.device)
+            self._backward(samples.rollouts[number], samples.trained, weight, addends, columns, accumulating)
+        numbers = [[number * len(steps) + place for number in share for place in steps] for share in samples.by_rank]
+        self.parallel.sync.reduce(numbers)
         # Each column is one rank's; the zeros of the others change no bit of it.
         table = self.mesh.data.all_reduce(table).cpu()
-        means = (table.sum(1) / samples).tolist()
-        measures = dict(zip(MEASURES, means, strict=True)) | {MEASURES[-1]: float(table[-1].max())}
+        measures = dict(zip(MEASURES, (table.sum(1) / addends).tolist(), strict=True))
         if not math.isfinite(measures["loss"]):
             raise FloatingPointError(self.update.unchanged(f"the loss of step {self.step + 1} is {measures['loss']}"))
-        return measures
+        return measures | {MEASURES[-1]: float(table[-1].max())}
+
+    def _backward(
+        self,
+        rollout: Rollout,
+        trained: Sequence[int],
+        weight: Tensor,
+        addends: int,
+        columns: Tensor,
+        accumulating: Callable[[int], AbstractContextManager[None]],
+    ) -> None:
+        """Add the gradients of a rollout's trained steps, of so many addends in all, and write down its measures."""
+        sync, begun, open_step = self.parallel.sync, set[int](), ExitStack()
+
+        def model(number: int) -> Any:
+            if number not in begun:
+                begun.add(number)
+                open_step.enter_context(accumulating(trained.index(number)))
+            return sync.transformer
+
+        def visit(step: NormalStep) -> None:
+            losses, columns[:, trained.index(step.number)] = self._losses_of(step, rollout, weight)
+            if not losses.requires_grad:
+                raise ConfigError(
+                    f"{type(self.pipe).__name__} records no gradient in step {step.number} of its loop; use "
+                    "other reinforce.trained_steps, or objective: denoising"
+                )
+            (losses.sum() * (sync.share / addends)).backward()
+            open_step.close()
+
+        with open_step, torch.enable_grad():
+            self.rollouts.repeat(rollout, trained, visit, model)
 
     def _losses_of(self, step: NormalStep, rollout: Rollout, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(B,) losses of a step, and `MEASURES` of it: sums over the samples, and a maximum."""
-        before = rollout.log_probabilities[step.number]
+        before, clip = rollout.log_probabilities[step.number], self._settings.clip_range
         now = step.log_probability(rollout.after[step.number])
-        ratio, clip = ratios(now, before), self._settings.clip_range
-        losses = clipped_losses(ratio, weight[0], clip)
-        divergence = torch.zeros_like(losses)
+        ratio = (now - before).exp()
+        losses, divergence = clipped_losses(ratio, weight[0], clip), torch.zeros_like(ratio)
         if self._settings.kl_weight is not None:
             divergence = step.divergence(rollout.means[step.number])
             losses = losses + self._settings.kl_weight * divergence
-        losses, clipped = losses * weight[1], ((ratio - 1).abs() > clip).float()
-        sums = [losses.detach().double().sum()]
-        sums += [(values.detach() * weight[1]).double().sum() for values in (ratio, clipped, divergence)]
-        return losses, torch.stack([*sums, (now - before).detach().abs().max().double()])
+        values = torch.stack([losses, ratio, ((ratio - 1).abs() > clip).float(), divergence]) * weight[1]
+        sums = values.detach().double().sum(1)
+        return values[0], torch.cat([sums, (now - before).detach().abs().max().double()[None]])
 
 
-def _rewards_of(scores: Mapping[str, np.ndarray], rewards: np.ndarray, kept: np.ndarray) -> dict[str, float]:
-    """Mean and deviation of the summed rewards (G, n) of groups that count, and the mean of each reward, by name."""
-    values = {"reward": rewards, **{f"reward_{name}": score for name, score in scores.items()}}
-    means = {name: float(value[kept].mean()) if kept.any() else math.nan for name, value in values.items()}
-    return {"reward": means.pop("reward"), "reward_std": float(rewards[kept].std()) if kept.any() else math.nan} | means
+def advantages(rewards: np.ndarray) -> np.ndarray:
+    """(n,): how much better each sample is than its group, in deviations of the group's rewards."""
+    return (rewards - rewards.mean()) / (rewards.std() + EPSILON)
+
+
+def clipped_losses(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
+    """(B,): the losses of proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347, equation 7)."""
+    return -(ratio * advantage).minimum(ratio.clamp(1 - clip, 1 + clip) * advantage)
+
+
+def _means_of(scores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """Mean and deviation of the rewards of all samples, and the mean of each reward, by name."""
+    values = {name: np.stack([score[name] for score in scores]) for name in (scores[0] if scores else ())}
+    means = {name: float(value.mean()) for name, value in values.items()}
+    deviation = float(values["reward"].std()) if scores else math.nan
+    return {"reward": means.pop("reward", math.nan), "reward_std": deviation, **means}
