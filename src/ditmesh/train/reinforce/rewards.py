@@ -74,13 +74,13 @@ class _Reward:
             raise RewardError(self.name, f"still runs a call that was late at {limit}; raise this, or mend the reward")
         self._last = call = Future()
         # A function may write into images, and a late one goes on reading them. A thread begins on the first device.
-        images, prompts = images.copy(), list(prompts)
+        images = images.copy()
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
         def work() -> None:
             try:
                 with torch.accelerator.device_index(device), torch.no_grad():
-                    result = self._function(images, prompts, **self.config.arguments)
+                    result = self._function(images, [*prompts], **self.config.arguments)
                     call.set_result(_as_scores(self.name, result, prompts))
             except RewardError as error:
                 call.set_exception(error)
