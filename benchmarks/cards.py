@@ -224,7 +224,7 @@ def answers() -> str:
         "Stable Diffusion 3 with six prompts, one in each line of a file, on three devices: "
         f"`{six.config.describe()}`, two images on each ({six.needed / 1e9:.1f} GB)": "ditmesh generate "
         f"--prompts six.txt --model {sd3.known.repository} --devices 3",
-        "The same seed and the same image, to the bit, on 1, 2, 3 or 4 devices ([what it costs](reproducible.md); "
+        "The same seed and the same image, to the bit, on 1, 2, 3 or 4 devices ([what it costs](same-image.md); "
         "without `--reproducible` the exact configurations of this page agree up to rounding)": sd3.line(
             "--devices 3 --seed 7 --reproducible"
         ),
@@ -267,7 +267,7 @@ def results(page: str) -> dict[str, dict[str, str]]:
 def support() -> str:
     """The rows of README's table, from the pages of results."""
     classes, pipelines = results("support.md") | ON_EVERY_AXIS, results("pipelines.md")
-    autoencoders = (ROOT / "docs" / "vae.md").read_text(encoding="utf-8")
+    autoencoders = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     nodes = (ROOT / "docs" / "comfyui.md").read_text(encoding="utf-8").partition("with LoRA stacks")[0]
     rows = ""
     for title, kind, pipeline, vae, node in SUPPORTED:

@@ -1,6 +1,6 @@
 """What the weights of published pipelines weigh, whole and shared out; nothing is measured, and nothing is loaded.
 
-``python benchmarks/weights.py --write`` writes the tables of docs/recipes.md between its comments.
+``python benchmarks/weights.py --write`` writes the tables of docs/cards.md between its comments.
 
 Models are built on the meta device from the settings that their publishers give, and cut by the code that cuts them on
 real ranks. The table of weights counts nothing else: no activations, no buffers of communication, nothing of CUDA
@@ -30,7 +30,7 @@ from ditmesh.strategies.pipefusion.stages import elsewhere, first_cut
 from ditmesh.strategies.tensor.slices import plan_slices
 from harness import command_line
 
-PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+PAGE = Path(__file__).parents[1] / "docs" / "cards.md"
 BYTES = 2  # bfloat16
 DEGREES = (2, 4, 8)
 
@@ -165,7 +165,7 @@ def write(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
 
 def main() -> None:
     parser = command_line(__doc__, figures=False)
-    parser.add_argument("--write", action="store_true", help="write the tables to docs/recipes.md")
+    parser.add_argument("--write", action="store_true", help="write the tables to docs/cards.md")
     if parser.parse_args().write:
         PAGE.write_text(write(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:

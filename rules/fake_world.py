@@ -81,7 +81,7 @@ def one_of(world: int, rank: int) -> Iterator[None]:
             for owner, name, stand_in in (
                 (dist, "isend", lambda *_, **__: _Done()),
                 (dist, "irecv", _received),
-                (dist, "P2POp", lambda op, tensor, *_, **__: SimpleNamespace(op=op, tensor=tensor)),
+                (dist, "P2POp", lambda op, tensor, peer, group, tag: SimpleNamespace(**locals())),
                 (dist, "batch_isend_irecv", _batch),
                 (dist, "all_to_all_single", _all_to_all),
                 (dist, "broadcast", _broadcast),

@@ -26,7 +26,7 @@ from workers import Workers
 
 # --- rounding of ring attention ------------------------------------------------------------------------------------
 
-# Of one kernel's error: what docs/gpus.md says of parts that come rounded from their kernel, with some room.
+# Of one kernel's error: what docs/lab/gpus.md says of parts that come rounded from their kernel, with some room.
 ROUNDED = 1.4
 
 

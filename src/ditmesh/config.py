@@ -113,7 +113,7 @@ class ParallelConfig(BaseModel):
         text: ``"auto"`` shards a text stream that the blocks update if each rank gets at least four tokens.
         inputs: ``"broadcast"`` uses rank 0's inputs on all ranks, ``"per-data-rank"`` those of the first rank of every
             data group. Both refuse pipelines that differ (weights, adapters, scheduler, settings); ``"trust"`` checks
-            nothing. See docs/verify.md.
+            nothing. See docs/same-image.md.
         exchange: ``"exact"``: keys go round the ring while attention is computed; ``"gather"``: all are gathered
             before. ``"displaced"``: those of the previous step (DistriFusion, Li et al. 2024, arXiv:2402.19481);
             ``"naive"``: none, a lossy baseline. The last two run without Ulysses.
@@ -124,7 +124,7 @@ class ParallelConfig(BaseModel):
         attention: None: the model's own. Ring attention supports kernels that return their log-sum-exp: see
             docs/attention.md.
         precompute: on a GPU the weights wait in host memory until the request ends. The same bits.
-        vae: see docs/vae.md. In reproducible mode always whole.
+        vae: see docs/memory.md. In reproducible mode always whole.
         text_encoder: ``"tensor"``: embeddings differ in their last bits. See docs/memory.md.
         strict: if False, such an argument is passed on whole.
     """

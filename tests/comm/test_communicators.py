@@ -59,6 +59,29 @@ def test_a_mesh_has_one_group_for_each_set_of_ranks(ranks, config, groups):
     assert ranks(4).run(made, config) == [(groups, groups, 4.0 + sequence)] * 4
 
 
+def kept_errors() -> list[Exception]:
+    """Rank 0 fails a request whose other ranks wait for one another; they keep their errors, as a program may."""
+    kept: list[Exception] = []
+    mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ulysses=4, shared_memory=False), timeout=10)
+    try:
+        with mesh.request():
+            if mesh.rank == 0:
+                raise ValueError("on purpose")
+            mesh.world.all_gather_object(None)
+    except (ValueError, ditmesh.PeerError) as error:
+        kept.append(error)
+    mesh.begin_request()
+    mesh.close()
+    return kept
+
+
+def test_an_error_that_is_kept_holds_no_connection(ranks):
+    """Otherwise the last ranks of a chain would wait to the deadline."""
+    texts = [str(error) for kept in ranks(4).run(kept_errors) for error in kept]
+    assert len(texts) == 4
+    assert not any("timed out" in text for text in texts), texts
+
+
 def test_operations_are_aborted_before_their_buffers_are_dropped():
     """An operation that no peer has joined may still write to them until then."""
     done = []

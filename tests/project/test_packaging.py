@@ -25,7 +25,7 @@ PINS = {
     canonicalize_name(pin.name): pin.specifier
     for pin in map(Requirement, re.findall(r"^[\w.-]+==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 }
-TRANSLATED = ("index", "quickstart", "choosing", "memory", "migration", "limits", "training")
+TRANSLATED = ("index", "quickstart", "choosing", "stale", "limits", "training")
 
 
 def done(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:

@@ -1,4 +1,4 @@
-"""Caches on several ranks: the decisions, and so the pictures, of one device; docs/caches.md has the figures."""
+"""Caches on several ranks: the decisions, and so the pictures, of one device; docs/attention.md has the figures."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_image_of_one_device_with_the_same_cache(ranks, name, request):
             assert computed == alone or name == "TextKV"
             worst[axis] = max(worst[axis], error)
     row = f"| {name} | {' | '.join('0' if error == 0 else f'{error:.0e}' for error in worst.values())} |"
-    page = DOCS / "caches.md"
+    page = DOCS / "attention.md"
     text = re.sub(rf"^\| {name} \|.*$", row, page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert row in text
     if request.config.getoption("--write-support"):

@@ -1,6 +1,5 @@
 """Pipelines of diffusers' own tests that have a transformer, and calls that training refuses, with a word of why."""
 
-from support.exam import EXAMS
 
 # By class, of diffusers' repository at 58eb52c0803e: `pipeline_class` of its tests, without modular pipelines.
 NAMES = """
@@ -64,4 +63,3 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "is not a linear function": ("AmusedPipeline",),
 }
 REFUSED = {name: sentence for sentence, names in REFUSALS.items() for name in names}
-REFUSED |= {name: "it takes no prompt" for name in EXAMS if "Modular" in name}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -170,6 +171,8 @@ def raise_for_peer(link: str, error: RuntimeError, state: RequestState | None = 
 
     ``state``: of the request, with the error of the rank that failed first, if that was reported.
     """
+    # Frames of torch hold the group, whose connections are open to its last reference: others would wait for this rank.
+    traceback.clear_frames(error.__traceback__)
     text, backend = str(error), isinstance(error, dist.DistBackendError)
     known = backend or any(words in text.lower() for words in ("gloo", "nccl", "closed by peer"))
     if isinstance(error, PeerError) or not known:

@@ -107,7 +107,7 @@ class Caches(Strategy):
         if getattr(model, "_is_cached", False):
             raise ConfigError(
                 f"cache-dit compares tokens around blocks of {type(model).__name__} with those inside, of which a rank "
-                "has a part; call cache_dit.disable_cache(...), and use a cache of diffusers (docs/caches.md)"
+                "has a part; call cache_dit.disable_cache(...), and use a cache of diffusers (docs/attention.md)"
             )
 
     def _around_call(self, model: ParallelModel, proceed: Proceed, arguments: Arguments) -> Any:
@@ -229,4 +229,4 @@ def cache_settings(cache: str, timestep: Callable[[], Any] = lambda: 0, steps: i
         why = f"{key}: {problem_text(error.errors(include_url=False)[0])}"
     except (AttributeError, TypeError, ValueError) as error:
         why = shortened(error).split(". ")[0]
-    raise ConfigError(f"cache={cache!r} is not possible: {why}; see docs/caches.md for what it takes")
+    raise ConfigError(f"cache={cache!r} is not possible: {why}; see docs/attention.md for what it takes")

@@ -58,8 +58,8 @@ def unrounded(q_bhsd: Tensor) -> torch.dtype:
     """The dtype of copies from which `attend_with_lse` computes parts that are merged, so that none comes rounded.
 
     Kernels return a part in the dtype of its queries. A CPU without AMX computes as fast from float32 copies (with
-    AVX512-BF16, too: docs/gpus.md), and where there is no fused kernel scores are float32 anyway. GPUs and AMX multiply
-    half precision several times as fast as float32: there parts are computed from the tensors themselves.
+    AVX512-BF16, too: docs/lab/gpus.md), and where there is no fused kernel scores are float32 anyway. GPUs and AMX
+    multiply half precision several times as fast as float32: there parts are computed from the tensors themselves.
     """
     kind, dtype = q_bhsd.device.type, q_bhsd.dtype
     # torch's name for the question is private.
