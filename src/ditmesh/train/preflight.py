@@ -31,12 +31,32 @@ def check_settings(config: TrainConfig) -> None:
         )
 
 
+def prompts_of(reinforce: ReinforceConfig) -> tuple[str, ...]:
+    """The prompts that a run learns from. Raises `InputError`: their file cannot be read, or has none."""
+    if not isinstance(reinforce.prompts, str):
+        return reinforce.prompts
+    name, why = f"reinforce.prompts={reinforce.prompts!r}", "it has no line"
+    try:
+        prompts = [line.strip() for line in Path(reinforce.prompts).read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        prompts, why = [], reason_of(error)
+    if not any(prompts):
+        raise InputError(f"{name}: {why}; give a list, or a text file with a prompt in each line")
+    return tuple(filter(None, prompts))
+
+
 def check_folders(config: TrainConfig) -> None:
-    """Reject folders of data sets, masks and reference images that are not there or empty.
+    """Reject folders of data sets, masks and reference images that are not there or empty, and what cannot be rewarded.
 
     Raises `InputError`: names the setting.
     """
     data = config.data
+    if config.reinforce is not None:
+        from .reinforce.rewards import Rewards
+
+        Rewards(config.reinforce.rewards)
+        prompts_of(config.reinforce)
+        return
     names = [f"train_data.{number}.dir" for number in range(len(data.train_data))] or ["train_data_dir"]
     for one, name in zip(data.sets, names, strict=True):
         places = [(name, one.train_data_dir), ("mask_dir", one.mask_dir), ("conditioning_dir", one.conditioning_dir)]
@@ -52,32 +72,6 @@ def check_folders(config: TrainConfig) -> None:
                     raise InputError(f"{setting_name}={place!r} is empty; give the folder of the samples")
 
 
-def prompts_of(reinforce: ReinforceConfig) -> tuple[str, ...]:
-    """The prompts that a run learns from. Raises `InputError`: their file cannot be read, or has none."""
-    if not isinstance(reinforce.prompts, str):
-        return reinforce.prompts
-    try:
-        lines = Path(reinforce.prompts).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        lines, why = [], reason_of(error)
-    else:
-        why = "it has no line"
-    if not (prompts := tuple(line.strip() for line in lines if line.strip())):
-        raise InputError(f"reinforce.prompts={reinforce.prompts!r}: {why}; give a list, or a text file of prompts")
-    return prompts
-
-
-def _check_samples(config: TrainConfig) -> None:
-    """Reject what a run cannot learn from: folders of samples, or rewards."""
-    if config.reinforce is None:
-        check_folders(config)
-        return
-    from .reinforce.rewards import Rewards
-
-    Rewards(config.reinforce.rewards)
-    prompts_of(config.reinforce)
-
-
 def check_run(config: TrainConfig, info: ModelInfo) -> None:
     """Reject errors in the settings, the model's JSON files and the folders.
 
@@ -89,7 +83,7 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
 
         check_precision(config.model.encoder_precision, "encoder_precision")
         check_precision(config.model.base_precision)
-    _check_samples(config)
+    check_folders(config)
     check_folder(config.output_dir, "output_dir")
     if config.data.cache_dir is not None:
         check_folder(config.data.cache_dir, "cache_dir")

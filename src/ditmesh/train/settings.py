@@ -332,7 +332,7 @@ class ReinforceConfig(SettingsGroup):
         description="The noise of a denoising step: of ``flow_grpo`` the paper's ``a`` (None: 0.7), of ``ddpo`` DDIM's "
         "eta (None: 1).",
     )
-    clip_range: Annotated[float, Field(gt=0, lt=1)] = Field(
+    clip_range: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1e-4, description="How far from 1 the ratio of probabilities counts."
     )
     kl_weight: float | None = Field(

@@ -8,7 +8,7 @@ and what else a pipeline does with predictions is in both the same code, and no 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,10 +49,6 @@ class Rollout:
     means: dict[int, Tensor] = field(default_factory=dict)
     output: Any = None
 
-    def keep_mean(self, step: NormalStep) -> None:
-        """Keep the mean of a step without adapters."""
-        self.means[step.number] = step.mean
-
 
 class _Seen(BaseException):
     """Leaves a pipeline's call after its last trained step. No `Exception`: pipelines catch those."""
@@ -63,9 +59,9 @@ def seed_of(seed: int, *about: Any) -> int:
     return int(digest(("reinforce", seed, *about)), 16) % 2**63
 
 
-def generators_of(seeds: Iterable[int]) -> list[torch.Generator]:
-    """Generators on the CPU, so that their numbers depend on no device."""
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
+def _generator(*about: Any) -> torch.Generator:
+    # On the CPU: its numbers depend on no device.
+    return torch.Generator().manual_seed(seed_of(*about))
 
 
 class Rollouts:
@@ -91,9 +87,9 @@ class Rollouts:
         def follow(step: NormalStep) -> Tensor:
             after = step.plain
             if step.deviation:
-                seeds = [seed_of(seed, sample.number, step.number) for sample in micro.samples]
-                noise = [torch.randn(after.shape[1:], generator=one) for one in generators_of(seeds)]
-                after = step.drawn(onto(torch.stack(noise), after.device))
+                generators = [_generator(seed, sample.number, step.number) for sample in micro.samples]
+                noise = torch.stack([torch.randn(after.shape[1:], generator=generator) for generator in generators])
+                after = step.drawn(onto(noise, after.device))
             if step.number in trained:
                 rollout.log_probabilities[step.number] = step.log_probability(after)
             rollout.after.append(after)
@@ -114,11 +110,7 @@ class Rollouts:
         return rollout
 
     def repeat(
-        self,
-        rollout: Rollout,
-        trained: Sequence[int],
-        visit: Callable[[NormalStep], None],
-        model: Callable[[int], Any],
+        self, rollout: Rollout, trained: Sequence[int], visit: Callable[[NormalStep], Any], model: Callable[[int], Any]
     ) -> None:
         """Run the call of a rollout again; gradients are recorded if they are on.
 
@@ -142,19 +134,22 @@ class Rollouts:
         pipe, given = prepared.pipe, dict(prepared.arguments)
         # Below the decorator that switches gradients off.
         call = inspect.unwrap(type(pipe).__call__)
-        generators, played = (
-            OwnGenerators(prepared.seed, self._device),
-            self._playing(rollout.micro.count, forward, follow),
-        )
-        with generators.active(), played, guided_by(pipe, given), suppress(_Seen):
+        played = self._playing(rollout.micro.count, forward, follow)
+        with OwnGenerators(prepared.seed, self._device).active(), played, guided_by(pipe, given), suppress(_Seen):
             call(pipe, **given)
+
+    @torch.no_grad()
+    def keep_means(self, rollout: Rollout, trained: Sequence[int], model: Any) -> None:
+        """Keep the means of trained steps as they are without the transformer's adapters."""
+        with without_adapters(model):
+            self.repeat(rollout, trained, lambda step: rollout.means.update({step.number: step.mean}), lambda _: model)
 
     def _prepared(self, rollout: Rollout) -> Prepared:
         """The call of the pipeline, with fresh generators."""
-        seeds, runner = [seed_of(self._config.seed, sample.number) for sample in rollout.micro.samples], self._runner
-        steps = self._settings.inference_steps
-        job = drawing_job(self._config, runner, (rollout.prompt,), steps, seeds[0] % 2**32, len(seeds))
-        return drawing_call(runner, job, generator=generators_of(seeds))
+        config, runner, samples = self._config, self._runner, rollout.micro.samples
+        seed, steps = seed_of(config.seed, samples[0].number) % 2**32, self._settings.inference_steps
+        job = drawing_job(config, runner, (rollout.prompt,), steps, seed, len(samples))
+        return drawing_call(runner, job, generator=[_generator(config.seed, sample.number) for sample in samples])
 
     @contextmanager
     def _playing(

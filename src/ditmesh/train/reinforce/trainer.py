@@ -30,7 +30,7 @@ from ..preflight import prompts_of
 from ..trainer import Outcome, Trainer
 from ..uneven import uneven_work
 from .rewards import RewardError, Rewards
-from .rollouts import Rollout, Rollouts, seed_of, without_adapters
+from .rollouts import Rollout, Rollouts, seed_of
 from .steps import NormalStep, sampler_for
 
 logger = logging.getLogger(__name__)
@@ -136,8 +136,7 @@ class ReinforcementTrainer(Trainer):
                 prompt = self.prompts[micros[number].samples[0].index]
                 rollouts[number] = rollout = self.rollouts.draw(micros[number], prompt, trained)
                 if settings.kl_weight is not None:
-                    with torch.no_grad(), without_adapters(self.model):
-                        self.rollouts.repeat(rollout, trained, rollout.keep_mean, lambda _: self.model)
+                    self.rollouts.keep_means(rollout, trained, self.model)
         self.parallel.speeds.agree()
         return _Samples(groups, micros, by_rank, trained, rollouts)
 
