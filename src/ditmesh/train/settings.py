@@ -310,15 +310,11 @@ class ReinforceConfig(SettingsGroup):
         default="stop",
         description="``stop``: a reward that fails ends the run with a checkpoint; ``skip``: its group is left out.",
     )
-    group_size: Annotated[int, Field(ge=2, le=1024)] = Field(
-        default=8, description="Samples of a prompt in a step, whose rewards are compared with one another."
-    )
+    group_size: int = Field(default=8, ge=2, le=1024, description="Samples of a prompt, which are compared in a step.")
     groups: Samples = Field(default=4, description="Prompts of a step, over all ranks.")
-    epochs: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=1, description="Updates of the weights by the samples of a step."
-    )
-    inference_steps: Annotated[int, Field(ge=2, le=1000)] = Field(
-        default=10, description="Denoising steps of a sample; all but the last one draw noise."
+    epochs: int = Field(default=1, ge=1, le=1024, description="Updates of the weights by the samples of a step.")
+    inference_steps: int = Field(
+        default=10, ge=2, le=1000, description="Denoising steps of a sample; all but the last one draw noise."
     )
     trained_steps: Positive | Annotated[tuple[int, ...], Field(min_length=1)] | None = Field(
         default=None,
@@ -329,18 +325,12 @@ class ReinforceConfig(SettingsGroup):
         default=None,
         gt=0,
         le=10,
-        description="The noise of a denoising step: of ``flow_grpo`` the paper's ``a`` (None: 0.7), of ``ddpo`` DDIM's "
-        "eta (None: 1).",
+        description="The noise of a denoising step: the ``a`` of ``flow_grpo`` (None: 0.7), DDIM's eta (None: 1).",
     )
-    clip_range: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1e-4, description="How far from 1 the ratio of probabilities counts."
-    )
+    clip_range: float = Field(default=1e-4, gt=0, le=1, description="How far from 1 the ratio of probabilities counts.")
     kl_weight: float | None = Field(
         default=None,
         ge=0,
-        description="Weight of the divergence from the model without its ``lora``; 0: it is logged; None: it is not "
-        "computed.",
+        description="Weight of the divergence from the model without ``lora``; 0: it is logged; None: it is unknown.",
     )
-    guidance: float | None = Field(
-        default=None, description="Guidance scale of samples and validation images; None: the pipeline's."
-    )
+    guidance: float | None = Field(default=None, description="Guidance scale of images; None: the pipeline's.")

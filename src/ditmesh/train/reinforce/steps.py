@@ -25,10 +25,8 @@ from ...errors import ConfigError, InputError
 from ...generate.schedulers import scheduler_named
 from ..observed.watch import stepped
 
-# The sampler of an objective, and what models it is for.
+# Of an objective its sampler, and the papers' noise: the `a` of Flow-GRPO, and DDIM's eta.
 SAMPLERS = {"flow_grpo": "FlowMatchEulerDiscreteScheduler", "ddpo": "DDIMScheduler"}
-MODELS = {"flow_grpo": "rectified flow", "ddpo": "models that predict noise, or v"}
-# The noise of the papers: of Flow-GRPO `a`, of DDPO DDIM's eta.
 NOISE_LEVELS = {"flow_grpo": 0.7, "ddpo": 1.0}
 
 
@@ -65,12 +63,9 @@ def sampler_for(objective: str, scheduler: Any) -> Any:
     """
     config, name = scheduler.config, type(scheduler).__name__
     is_flow = "FlowMatch" in name or config.get("prediction_type") == "flow_prediction"
-    fitting = "flow_grpo" if is_flow else "ddpo"
+    models, fitting = ("rectified flow", "flow_grpo") if is_flow else ("models of noise", "ddpo")
     if objective != fitting:
-        raise ConfigError(
-            f"objective={objective!r} is for {MODELS[objective]}, and {name} is for {MODELS[fitting]}; use "
-            f"objective: {fitting}"
-        )
+        raise ConfigError(f"objective={objective!r}: {name} is for {models}; use objective: {fitting}")
     try:
         sampler = scheduler_named(SAMPLERS[objective], name, config)
     except InputError:
@@ -101,7 +96,7 @@ def stochastic_steps(
         number, given = next(numbers), dict(signature.bind(*args, **kwargs).arguments)
         is_last = number + 1 >= len(sampler.timesteps)
         mean, deviation, result = distribution(sampler, plain, given, 0.0 if is_last else level)
-        before, sample = result[0] if isinstance(result, tuple) else result.prev_sample, given["sample"]
+        before, sample = _sample_of(result), given["sample"]
         copies = len(sample) // images
         if len(sample) != copies * images or any(not torch.equal(sample[:images], c) for c in sample.split(images)):
             raise ConfigError(
@@ -120,12 +115,8 @@ def stochastic_steps(
         vars(pipe)["scheduler"] = held
 
 
-# What a sampler's `step` is, its arguments by name, and the level of noise.
-_Step = Callable[..., Any]
-
-
-def _of_flow(sampler: Any, plain: _Step, given: dict[str, Any], level: float) -> tuple[Tensor, float, Any]:
-    """Mean and deviation of Flow-GRPO's step, and the result of the scheduler's."""
+def _of_flow(sampler: Any, plain: Callable[..., Any], given: dict[str, Any], level: float) -> tuple[Tensor, float, Any]:
+    """Mean and deviation of Flow-GRPO's step with these arguments, and the result of the scheduler's ``plain`` one."""
     if given.get("per_token_timesteps") is not None:
         raise ConfigError("objective: flow_grpo: tokens of a sample are at unlike times; use objective: denoising")
     result = plain(**given)
@@ -139,11 +130,16 @@ def _of_flow(sampler: Any, plain: _Step, given: dict[str, Any], level: float) ->
     return mean, diffusion * math.sqrt(-change), result
 
 
-def _of_noise(sampler: Any, plain: _Step, given: dict[str, Any], level: float) -> tuple[Tensor, float, Any]:
+def _of_noise(
+    sampler: Any, plain: Callable[..., Any], given: dict[str, Any], level: float
+) -> tuple[Tensor, float, Any]:
     """Mean and deviation of DDIM's step, and its result without noise."""
     given.pop("generator", None)
     result = plain(**given | {"eta": level, "variance_noise": torch.zeros_like(given["model_output"])})
     now = int(given["timestep"])
     variance = sampler._get_variance(now, now - sampler.config.num_train_timesteps // sampler.num_inference_steps)
-    mean = result[0] if isinstance(result, tuple) else result.prev_sample
-    return mean.float(), level * math.sqrt(max(float(variance), 0.0)), result
+    return _sample_of(result).float(), level * math.sqrt(max(float(variance), 0.0)), result
+
+
+def _sample_of(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result.prev_sample

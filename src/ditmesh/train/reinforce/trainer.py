@@ -71,11 +71,11 @@ class ReinforcementTrainer(Trainer):
             module.eval()
 
     def _prepare_data(self) -> None:
-        settings, config = self._settings, self.config
-        self.prompts: Sequence[str] = on_first(self.mesh.world, lambda: prompts_of(settings))
+        settings, self.steps = self._settings, self.config.optimizer.max_train_steps or 0
+        self.prompts = on_first(self.mesh.world, lambda: prompts_of(settings))
+        self.digest = digest(self.prompts)
         # Groups in an endless row of permutations of the prompts.
-        self._order = SampleOrder([(1, 1)] * len(self.prompts), config.seed, 1, settings.groups)
-        self.steps, self.digest = config.optimizer.max_train_steps or 0, digest(tuple(self.prompts))
+        self._order = SampleOrder([(1, 1)] * len(self.prompts), self.config.seed, 1, settings.groups)
         words = f"{settings.groups} groups of {settings.group_size} samples in a step, of {len(self.prompts)} prompts"
         self.report, self.draws_from_images = DataReport((words,), odd=False), False
 
@@ -159,9 +159,7 @@ class ReinforcementTrainer(Trainer):
         self, batches: Sequence[tuple[np.ndarray, list[str]]]
     ) -> tuple[dict[int, dict[str, np.ndarray]], list[str]]:
         """Rewards of batches, each computed by one of all ranks, and sentences about those that failed. Collective."""
-        world = self.mesh.world
-        scores: dict[int, dict[str, np.ndarray]] = {}
-        failures: dict[int, str] = {}
+        world, scores, failures = self.mesh.world, dict[int, dict[str, np.ndarray]](), dict[int, str]()
         with uneven_work(self.mesh, "rewarding samples") as advance:
             for number in range(world.rank, len(batches), world.size):
                 advance(number, len(batches))
