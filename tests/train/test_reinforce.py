@@ -67,7 +67,7 @@ def test_steps_are_draws_with_the_papers_means_and_deviations():
                 assert (step.deviation == 0) == is_last
                 if not is_last:
                     wanted = density(after[:2], after[:2] - step.deviation * drawn, step.deviation)
-                    torch.testing.assert_close(step.log_probability(after[:2]).double(), wanted, rtol=1e-4, atol=1e-4)
+                    torch.testing.assert_close(step.log_probability(after[:2]), wanted, rtol=1e-5, atol=1e-5)
                 sample = after
         assert pipe.scheduler is own
         assert vars(own) == held

@@ -19,7 +19,7 @@ from .config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = ("step", "loss", "lr", "grad_norm", "samples_per_second", "seconds")
+COLUMNS: tuple[str, ...] = ("step", "loss", "lr", "grad_norm", "samples_per_second", "seconds")
 
 
 def check_trackers(config: TrainConfig) -> None:

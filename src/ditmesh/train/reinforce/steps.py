@@ -47,13 +47,13 @@ class NormalStep:
         return (self.mean + self.deviation * noise).to(self.plain.dtype)
 
     def log_probability(self, after: Tensor) -> Tensor:
-        """(B,) float32: the logarithm of the density at a sample, as a mean over its numbers."""
-        error = (after.float() - self.mean).square().flatten(1).mean(1)
+        """(B,) float64, which shows last bits: the logarithm of the density at a sample, a mean over its numbers."""
+        error = (after.double() - self.mean.double()).square().flatten(1).mean(1)
         return -error / (2 * self.deviation**2) - math.log(self.deviation) - 0.5 * math.log(2 * math.pi)
 
     def divergence(self, mean: Tensor) -> Tensor:
-        """(B,) float32: the Kullback-Leibler divergence from the step with another mean, as a mean over numbers."""
-        return (self.mean - mean).square().flatten(1).mean(1) / (2 * self.deviation**2)
+        """(B,) float64: the Kullback-Leibler divergence from the step with another mean, a mean over numbers."""
+        return (self.mean.double() - mean.double()).square().flatten(1).mean(1) / (2 * self.deviation**2)
 
 
 def sampler_for(objective: str, scheduler: Any) -> Any:

@@ -268,9 +268,8 @@ class ReinforcementTrainer(Trainer):
         if self._settings.kl_weight is not None:
             divergence = step.divergence(rollout.means[step.number])
             losses = losses + self._settings.kl_weight * divergence
-        values = torch.stack([losses, ratio, ((ratio - 1).abs() > clip).float(), divergence]) * weight[1]
-        sums = values.detach().double().sum(1)
-        return values[0], torch.cat([sums, (now - before).detach().abs().max().double()[None]])
+        values = torch.stack([losses, ratio, ((ratio - 1).abs() > clip).double(), divergence]) * weight[1]
+        return values[0], torch.cat([values.detach().sum(1), (now - before).detach().abs().max()[None]])
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
