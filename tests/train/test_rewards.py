@@ -40,7 +40,7 @@ def test_built_in_rewards_rate_images_as_their_docstrings_say():
         assert all(order * (one(name)() - one(name)(fox)) > 0.01)
     assert np.array_equal(one("jpeg_size", arguments={"compressible": False})(), -one("jpeg_size")())
     assert one("colour")(fox) == pytest.approx([1.0, 1.0 - (2 / 3) ** 0.5], abs=1e-3)
-    assert one("colour", arguments={"colour": "red"})(fox, ["a blue fox", ""]) == pytest.approx(1.0, abs=1e-3)
+    assert one("colour", arguments={"colour": "red"})(fox, ["blue", ""]) == pytest.approx(1.0, abs=1e-3)
     for name in ("sharpness", "jpeg_size", "colour"):
         alone = [one(name)(NOISE[i : i + 1], [PROMPTS[i]])[0] for i in range(2)]
         assert one(name)().tolist() == alone
@@ -57,8 +57,7 @@ def test_the_total_is_the_weighted_sum_and_what_a_function_writes_stays_its_own(
     assert one(rate, arguments={"factor": 3})().tolist() == [3.0, 6.0]
     assert NOISE.any()
     two = Rewards((RewardConfig(function="sharpness", weight=0.5), RewardConfig(function="jpeg_size", weight=-2)))
-    scores = two(NOISE, PROMPTS)
-    assert two.total(scores) == pytest.approx(0.5 * scores["sharpness"] - 2 * scores["jpeg_size"], rel=1e-12)
+    assert two.total({"sharpness": np.array([1.0, 2.0]), "jpeg_size": np.array([3.0, 4.0])}).tolist() == [-5.5, -7.0]
 
 
 def test_what_cannot_be_called_is_refused_before_the_run():
@@ -137,6 +136,5 @@ def test_the_example_of_a_classifier_rates_the_right_emoji_highest(monkeypatch: 
     generated = read_sheet(ZOO / "emoji-sd3" / "samples.png", 256, 64)[::32]
     scores = np.stack([one("reward_emoji:reward")(generated, [name] * 8) for name in names])
     assert scores.argmax(axis=0).tolist() == scores.argmax(axis=1).tolist() == [*range(8)]
-    monkeypatch.delitem(sys.modules, "reward_emoji")
-    assert np.array_equal(one("reward_emoji:reward")(generated[:1], names[:1]), scores[0, :1])
+    assert torch.equal(*(sys.modules["reward_emoji"].classifier.__wrapped__(steps=2)[-1].weight for _ in range(2)))
     assert torch.equal(torch.get_rng_state(), before)
