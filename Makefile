@@ -9,7 +9,7 @@ CONFIG ?= cfg=2
 OUT ?= outputs
 PROMPTS ?= "a red fox" "a cactus" "a pizza" "a red apple"
 
-.PHONY: generate test test-share test-all test-faults oldest newest development test-rules test-detail lint format bench bench-overhead bench-training gpu-check docs wheel release-check clean
+.PHONY: generate test test-share test-all test-faults oldest newest development test-rules test-detail lint format bench bench-overhead bench-training figures gpu-check docs wheel release-check clean
 
 $(BIN)/ditmesh: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -81,7 +81,11 @@ bench-overhead: $(BIN)/ditmesh  ## what the engine costs the host
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py $(if $(AGAINST),--against $(AGAINST))
 
 bench-training: $(BIN)/ditmesh  ## curves, memory and speed of training; wants the machine quiet
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/training.py --picture docs/images/training-curves.png
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/training.py
+
+figures: $(BIN)/ditmesh  ## figures and tables of docs/lab, from benchmarks/measured
+	$(BIN)/python benchmarks/figures.py
+	$(BIN)/python benchmarks/tables.py --write
 
 # With another Python that has torch and diffusers: make gpu-check GPU_PYTHON=python3. In three commands that end within ten
 # minutes each: make gpu-check GPU_CHECK="--run first --budget 570", then "--run second …" and "--run third …". Without a GPU:

@@ -251,8 +251,8 @@ SUPPORTED = (
     ("LTX-2", "LTX2VideoTransformer3DModel", "LTX2Pipeline", "KLLTX2Video", ""),
     ("MiniMax-H3", "MiniMaxH3Transformer3DModel", "MiniMaxH3ModularPipeline", "", ""),
 )  # fmt: skip
-# Not in docs/support.md: tests/generate/test_pipelines.py has it on every axis.
-ON_EVERY_AXIS = {"MiniMaxH3Transformer3DModel": dict.fromkeys(("ulysses", "ring", "gather", "tensor", "pipe"), "0")}
+# Which `ditmesh train` refuses.
+UNTRAINED = ("MiniMaxH3Transformer3DModel",)
 
 
 def results(page: str) -> dict[str, dict[str, str]]:
@@ -266,7 +266,7 @@ def results(page: str) -> dict[str, dict[str, str]]:
 
 def support() -> str:
     """The rows of README's table, from the pages of results."""
-    classes, pipelines = results("support.md") | ON_EVERY_AXIS, results("pipelines.md")
+    classes, pipelines = results("support.md"), results("pipelines.md")
     autoencoders = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     nodes = (ROOT / "docs" / "comfyui.md").read_text(encoding="utf-8").partition("with LoRA stacks")[0]
     rows = ""
@@ -280,7 +280,7 @@ def support() -> str:
             other["cfg"] and other["cfg"] != "refused",
             not one["pipe"].startswith("refused"),
             bool(vae) and re.search(rf"\bAutoencoder{vae}\b", autoencoders) is not None,
-            kind not in ON_EVERY_AXIS,
+            kind not in UNTRAINED,
             bool(node),
         ]
         marks = ["✓" if mark else "–" for mark in right]

@@ -6,9 +6,8 @@
 Of `fashion-dit`, which draws new pictures and has its classifier beside it. Ranks are simulated, to the bit. Every
 row has pictures of the same classes and seeds as the synchronous row; another row has other seeds, which shows how
 far apart two equally good sets of so many pictures are. The Fréchet distance is that of the classifier's 32 features
-(its formula is that of Heusel et al. 2017, arXiv:1706.08500, its network is not), to the synchronous set, and to the
-test pictures of Fashion-MNIST if they are in ``--data``. Its error is the deviation over sets drawn from this one
-with replacement; in the distance to the synchronous set both are drawn alike, picture by picture. Sharpness is the
+(its formula is that of Heusel et al. 2017, arXiv:1706.08500, its network is not), to the synchronous set. Its error is
+the deviation over sets drawn from this one with replacement; both are drawn alike, picture by picture. Sharpness is the
 mean magnitude of the Laplacian over that of the synchronous set; under 1 is blur. Rows that are in the JSON file
 already are not drawn again.
 """
@@ -90,31 +89,16 @@ def laplacian(grey: np.ndarray) -> float:
     return float(np.abs(inner - values[:, 1:-1, :-2] - values[:, 1:-1, 2:]).mean())
 
 
-def seams(grey: np.ndarray, devices: int) -> float:
-    """Difference of neighbouring rows across the borders of the ranks' strips over that of all other neighbours.
-
-    Of (n, 28, 28) pictures, whose first row is the third of 32.
-    """
-    steps = np.abs(np.diff(grey.astype(np.float64), axis=1)).mean((0, 2))
-    borders = [32 * rank // devices - 3 for rank in range(1, devices)]
-    others = [row for row in range(len(steps)) if row not in borders]
-    return float(steps[borders].mean() / steps[others].mean())
-
-
 class Judge:
     """Compares sets of pictures with the synchronous one."""
 
-    def __init__(self, folder: Path, labels: list[int], exact: np.ndarray, data: Path) -> None:
+    def __init__(self, folder: Path, labels: list[int], exact: np.ndarray) -> None:
         from training.evaluate_fashion import in_parts, read_classifier
-        from training.fashion_data import INSIDE, narrow, read
+        from training.fashion_data import narrow
 
         self._classifier, self._in_parts, self._narrow = read_classifier(folder), in_parts, narrow
         self.labels, self.exact = np.array(labels), exact
         self.grey, self.features, self.said = self._seen(exact)
-        there = data / INSIDE
-        self.test = None
-        if (there / "t10k-images-idx3-ubyte.gz").exists():
-            self.test = in_parts(self._classifier.features, read(there, "t10k")[0][:2000])
 
     def _seen(self, pictures: np.ndarray) -> tuple[np.ndarray, Any, np.ndarray]:
         grey = self._narrow(pictures)
@@ -140,14 +124,10 @@ class Judge:
                 [frechet(features[a], self.features[b]) for a, b in zip(draws, others, strict=True)]
             ),
             "sharpness": laplacian(grey) / laplacian(self.grey),
-            "seams": {str(n): seams(grey, n) / seams(self.grey, n) for n in (2, 4)},
         }
         if paired:
             found["psnr"] = [float(ratios.mean()), spread(ratios) / len(ratios) ** 0.5]
             found["psnr_percentiles"] = [float(np.percentile(ratios, p)) for p in (0, 5, 50, 95)]
-        if self.test is not None:
-            found["frechet_test"] = frechet(features, self.test)
-            found["frechet_test_error"] = spread([frechet(features[a], self.test) for a in draws])
         return found
 
 
@@ -165,10 +145,9 @@ def spread(values: Any) -> float:
 def line(name: str, found: dict[str, Any]) -> str:
     """A row of the table."""
     psnr = "" if "psnr" not in found else f"{found['psnr'][0]:.1f} ± {found['psnr'][1]:.1f}"
-    test = "" if "frechet_test" not in found else f"{found['frechet_test']:.2f} ± {found['frechet_test_error']:.2f}"
     return (
         f"{name:<36}{found['right'][0]:>8.1%}{found['same_verdict'][0]:>9.1%}{psnr:>14}"
-        f"{found['frechet']:>9.2f} ± {found['frechet_error']:<6.2f}{test:>16}{found['sharpness']:>9.3f}"
+        f"{found['frechet']:>9.2f} ± {found['frechet_error']:<6.2f}{found['sharpness']:>9.3f}"
     )
 
 
@@ -178,7 +157,6 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=30, help="pictures of every class; default: 30")
     parser.add_argument("--compress", action="append", help="a row with this compression; default: int8 and int4")
     parser.add_argument("--only", action="append", help="rows whose names hold this, or one of these")
-    parser.add_argument("--data", type=Path, default=Path.home() / ".cache" / "ditmesh-benchmarks")
     options = parser.parse_args()
     torch.set_num_threads(1)
     import diffusers
@@ -200,14 +178,14 @@ def main() -> None:
     print(
         f"{MODEL}, DDIM, {STEPS} steps, {len(labels)} pictures a row, seeds 0 to {len(labels) - 1}; {machine['text']}"
     )
-    print(f"{'':<36}{'class':>8}{'verdict':>9}{'PSNR':>14}{'Fréchet':>9}{'':9}{'to test':>16}{'sharp':>9}")
+    print(f"{'':<36}{'class':>8}{'verdict':>9}{'PSNR':>14}{'Fréchet':>9}{'':9}{'sharp':>9}")
     judge: Judge | None = None
     for name, config in rows(options.compress or ["int8", "int4"]).items():
         if options.only and not any(part in name for part in options.only) and name != EXACT:
             continue
         if name not in figures["rows"]:
             if judge is None:
-                judge = Judge(folder, labels, draw(pipe, None, labels, 0), options.data)
+                judge = Judge(folder, labels, draw(pipe, None, labels, 0))
             began = time.perf_counter()
             same = name != OTHERS
             pictures = judge.exact if name == EXACT else draw(pipe, config, labels, 0 if same else 10**6)

@@ -1,11 +1,9 @@
-"""The figures of pages in docs (findings, reproducible), drawn from benchmarks/measured without a new run.
+"""The figures of docs/lab and of docs/reproducible.md, drawn from benchmarks/measured without a new run.
 
-    python benchmarks/figures.py                      # all of which there are measurements, into docs/images
+    python benchmarks/figures.py                      # all (make figures), into docs/images
     python benchmarks/figures.py --only warmup
 
-What it reads is written by `quality.py`, `distribution.py`, `load.py` and `sameness.py`
-(``--json``). Every figure says its model, images and seeds; bars are standard errors of the mean over images. Needs
-matplotlib.
+Every figure says its model, images and seeds, and the data file; bars are standard errors of the mean over images.
 """
 
 from __future__ import annotations
@@ -57,11 +55,12 @@ def plt() -> Any:
     return pyplot
 
 
-def save(figure: Any, name: str, said: str, page: str = "findings") -> Path:
-    """Write a figure of a page with a line below it that says what it is of."""
-    figure.tight_layout(rect=(0, 0.07 + 0.04 * said.count("\n"), 1, 1))
-    figure.text(0.01, 0.012, said, fontsize=7.5, color="#444444", va="bottom")
-    file = IMAGES / f"{page}-{name}.svg"
+def save(figure: Any, name: str, said: str, data: str = "experiment") -> Path:
+    """Write a figure with lines below it that say what it is of, and the data file."""
+    said += f"\ndata: benchmarks/measured/{data}.json"
+    figure.tight_layout(rect=(0, (0.1 + 0.15 * (1 + said.count("\n"))) / figure.get_figheight(), 1, 1))
+    figure.text(0.01, 0.04 / figure.get_figheight(), said, fontsize=8, color="#444444", va="bottom")
+    file = IMAGES / f"findings-{name}.svg"
     figure.savefig(file, metadata={"Date": None, "Creator": None}, facecolor="white")
     plt().close(figure)
     # Ends of lines as the repository has them.
@@ -79,7 +78,7 @@ class Tables:
     """The tables of `quality.py`, by part, model and sampler."""
 
     def __init__(self) -> None:
-        self.all = read("experiment").get("tables", [])
+        self.all = [table for name in ("experiment", "few-steps") for table in read(name).get("tables", [])]
 
     def find(self, part: str, model: str = "", sampler: str = "", steps: int = 0) -> dict[str, Any] | None:
         """A table; None: it was not measured."""
@@ -135,7 +134,7 @@ def draw_warmup(tables: Tables) -> Path | None:
         return None
     figure, axis = plt().subplots(figsize=(6.4, 4.0))
     warmups = list(dict.fromkeys(row["warmup"] for row in table["rows"]))
-    labels = {"first_last(1, 4)": "first 1,\nlast 4", "adaptive(0.001, 5)": "adap-\ntive, 5"}
+    labels = {"first_last(1, 4)": "first,\nlast 4", "adaptive(0.001, 5)": "adap-\ntive, 5"}
     axis.set_xticks(range(len(warmups)), [labels.get(one) or str(warmup_of({"warmup": one})) for one in warmups])
     for sampler, style, name in (("ddim", "-", ""), ("dpm", "--", ", DPM-Solver++")):
         found = [tables.find(part, "emoji-dit-s", sampler) for part in ("experiment", "degrees")]
@@ -146,8 +145,11 @@ def draw_warmup(tables: Tables) -> Path | None:
                 some = [row for row in rows if row["warmup"].startswith("fixed(") == is_fixed]
                 places = [warmups.index(row["warmup"]) + 0.06 * (number - 1) for row in some]
                 label = f"N = {devices}{name}" if is_fixed else ""
+                # Crosses beside: DPM-Solver++ is close to DDIM everywhere.
+                more = {"marker": "x", "markersize": 6} if name else {}
+                places = [place + 0.2 * bool(name) for place in places]
                 if some:
-                    bars(axis, places, some, number, label, linestyle=style if is_fixed else "none")
+                    bars(axis, places, some, number, label, linestyle=style if is_fixed else "none", **more)
     axis.set_xlabel("synchronous steps at the beginning, of 50; and placed")
     axis.set_ylabel("PSNR, dB")
     axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2)
@@ -155,82 +157,93 @@ def draw_warmup(tables: Tables) -> Path | None:
     return save(figure, "warmup", f"{said}; DDIM where nothing is said; displaced patches; bars: standard error")
 
 
-def draw_tokens(tables: Tables) -> Path | None:
-    """PSNR over tokens, a line for each N."""
-    some = [
-        (64, tables.find("tokens", "dit-64-tokens")),
-        (256, tables.find("experiment", "emoji-dit-s", "ddim")),
-        (1024, tables.find("tokens", "dit-1024-tokens")),
-    ]
-    known = [(tokens, table) for tokens, table in some if table is not None]
-    if len(known) < 2:
+def draw_counts(_: Tables) -> Path | None:
+    """PSNR over the number of steps, with keys as they are (dashed) and moved on."""
+    models = read("predict").get("models", {})
+    if not models:
         return None
-    figure, axis = plt().subplots(figsize=(5.0, 3.2))
-    for number, devices in enumerate(known[0][1]["table"]["devices"]):
-        here = [(n, found[0]) for n, one in known if (found := tables.rows(one, devices=devices, warmup="fixed(1)"))]
-        places = [tokens * (1 + 0.03 * (number - 1)) for tokens, _ in here]
-        bars(axis, places, [row for _, row in here], number, f"N = {devices}")
-    axis.set_xscale("log", base=2)
-    axis.set_xticks([tokens for tokens, _ in known], [f"{tokens:,}" for tokens, _ in known])
-    axis.minorticks_off()
-    axis.set_xlabel("image tokens")
-    axis.set_ylabel("PSNR, dB")
-    axis.legend(fontsize=8, loc="upper right")
-    names = ", ".join(table["table"]["model"] for _, table in known)
-    counts = sorted({one["images"] for _, one in known})
-    seeds = f"{' or '.join(map(str, counts))} images each, seeds from 0"
-    said = f"{names}; DDIM, 50 steps, one synchronous\n{seeds}; bars: standard error"
-    return save(figure, "tokens", said)
-
-
-def draw_objectives(tables: Tables) -> Path | None:
-    """PSNR over warm-up at N = 4 for three kinds of model."""
-    some = [
-        ("velocity (DDPM), emoji-dit-s", tables.find("experiment", "emoji-dit-s", "ddim")),
-        ("noise (DDPM), dit-epsilon", tables.find("objectives", "dit-epsilon")),
-        ("flow matching, emoji-sd3", tables.find("objectives", "emoji-sd3")),
-    ]
-    known = [(name, table) for name, table in some if table is not None]
-    if len(known) < 2:
-        return None
-    shown = {
-        **{f"fixed({count})": f"{count}" for count in (0, 1, 4, 10, 40)},
-        "first_last(1, 4)": "1 and\nlast 4",
-        "periodic(5)": "every\nfifth",
-    }
-    devices = (2, 4, 8)
-    every = [
-        {
-            row["devices"]: row
-            for one in (table, more)
-            for row in tables.rows(one, warmup="fixed(1)", strategy="displaced")
-            if row["devices"] > 1
-        }
-        for _, table in known
-        for more in [tables.find("degrees", table["table"]["model"], table["table"]["sampler"])]
-    ]
-    # Beside it the numbers of devices, where more than one model was measured on several.
-    both = sum(len(few) > 1 for few in every) > 1
-    figure, axes = plt().subplots(1, 1 + both, figsize=(5.4 + 2.8 * both, 3.4), squeeze=False)
-    axes = axes[0]
-    for number, ((name, table), few) in enumerate(zip(known, every, strict=True)):
-        more = tables.find("objectives", table["table"]["model"])
-        rows = {row["warmup"]: row for one in (table, more) for row in tables.rows(one, devices=4)}
-        here = [warmup for warmup in shown if warmup in rows]
-        places = [list(shown).index(warmup) + 0.05 * (number - 1) for warmup in here]
-        bars(axes[0], places, [rows[warmup] for warmup in here], number, name, linestyle="none")
-        if both:
-            places = [devices.index(n) + 0.05 * (number - 1) for n in sorted(few)]
-            bars(axes[1], places, [few[n] for n in sorted(few)], number, name)
-            axes[1].set_xticks(range(3), list(map(str, devices)))
-            axes[1].set_xlabel("N, one synchronous step")
-    axes[0].set_xlim(-0.4, len(shown) - 0.6)
-    axes[0].set_xticks(range(len(shown)), list(shown.values()))
-    axes[0].set_xlabel("synchronous steps at the beginning, of 50; and placed; N = 4")
+    figure, axes = plt().subplots(1, 2, figsize=(7.4, 3.6), sharey=True)
+    for axis, strategy in zip(axes, ("displaced", "pipefusion"), strict=True):
+        for number, (name, of) in enumerate(models.items()):
+            steps = [*map(int, of[strategy])]
+            for key, style in (("psnr linear", "-"), ("psnr none", ":")):
+                values = [row[key] for row in of[strategy].values()]
+                label = name if style == "-" else None
+                axis.plot(steps, values, style, color=COLOURS[number], marker=MARKS[number], label=label)
+        axis.set_xscale("log")
+        axis.set_xticks([8, 12, 20, 50], ["8", "12", "20", "50"])
+        axis.minorticks_off()
+        axis.set_xlabel("denoising steps")
+        axis.set_title("PipeFusion, 4 patches" if strategy == "pipefusion" else "displaced, N = 4", fontsize=9)
     axes[0].set_ylabel("PSNR, dB")
-    axes[0].legend(fontsize=7.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=1 + both)
-    said = "; ".join(f"{table['table']['model']}: {table['images']} images" for _, table in known)
-    return save(figure, "objectives", f"50 steps (DDIM; flow: Euler), seeds from 0; bars: standard error\n{said}")
+    axes[0].legend(fontsize=8)
+    said = 'one synchronous step; 8 images (emoji-wan: 4 videos); lines: predict="linear", dots: "none"'
+    return save(figure, "counts", said, "predict")
+
+
+def draw_links(_: Tables) -> Path | None:
+    """Seconds of a step over nanoseconds a bit, in which times are straight lines and crossings can be read."""
+    rows = read("links").get("rows", {})
+    if not rows:
+        return None
+    figure, axis = plt().subplots(figsize=(7.0, 3.6))
+    shown = ("ulysses=2", "ring=2", "tensor=2", "displaced", "displaced, int8", "pipe=2 patches=3")
+    for number, name in enumerate(shown):
+        values = [rows[name][rate]["seconds"] for rate in ("1e+10", "1e+09", "2e+08")]
+        axis.plot((0.1, 1, 5), values, color=COLOURS[number], marker=MARKS[number], label=name)
+    axis.axhline(read("links")["one rank alone, seconds"]["one rank"], color="#999999", linestyle="--", linewidth=0.8)
+    axis.set_xlabel("nanoseconds a bit (0.1 is 10 Gb/s, 1 is 1 Gb/s, 5 is 200 Mb/s)")
+    axis.set_ylabel("seconds of a step")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=8)
+    return save(figure, "links", "two hosts, one rank of one thread each; dashes: one rank alone", "links")
+
+
+def draw_training(_: Tables) -> Path | None:
+    """Losses of the same run on several meshes."""
+    lines = read("training").get("curves", {}).get("losses", {})
+    if not lines:
+        return None
+    figure, axis = plt().subplots(figsize=(7.0, 3.6))
+    for number, (name, losses) in enumerate(lines.items()):
+        # Later lines are thinner, so that those that lie on one another are all seen.
+        axis.plot(losses, color=COLOURS[number], linewidth=1.5 * (len(lines) - number), label=name)
+    # One outlier does not flatten the rest.
+    losses = sorted(loss for line in lines.values() for loss in line)
+    axis.set_ylim(0, 1.08 * losses[int(0.99 * (len(losses) - 1))])
+    axis.set_xlabel("step")
+    axis.set_ylabel("loss")
+    axis.legend(fontsize=8)
+    return save(
+        figure, "training", "emoji-sd3 from random weights, 200 steps of 4 samples, float32, one seed", "training"
+    )
+
+
+def draw_pictures(_: Tables) -> Path | None:
+    """Images by strategy, and beside them their differences from the exact ones."""
+    from PIL import Image
+
+    data = read("pictures")
+    if not data:
+        return None
+    side, count = 64, len(data["columns"])
+    with Image.open(MEASURED / "pictures.png") as image:
+        pixels = np.asarray(image.convert("RGB"), dtype=np.float64) / 255
+    figure, axes = plt().subplots(len(data["rows"]), 2 * count - 1, figsize=(7.6, 0.98 * len(data["rows"])))
+    for number, row in enumerate(data["rows"]):
+        line = pixels[number * side : (number + 1) * side].reshape(side, count, side, 3).swapaxes(0, 1)
+        images = [*line, *np.minimum(1, 5 * np.abs(line[1:] - line[0]))]
+        titles = [f"{row['steps']} steps", *(f"{ratio:.1f} dB" for ratio in row["psnr"])] + [""] * (count - 1)
+        for column, (axis, image, title) in enumerate(zip(axes[number], images, titles, strict=True)):
+            axis.imshow(image, interpolation="nearest")
+            axis.axis("off")
+            name = data["columns"][column if column < count else column - count + 1]
+            above = name.replace(", ", "\n") if number == 0 else ""
+            axis.set_title("\n".join(filter(None, [above, title])), fontsize=7.5)
+    said = (
+        f"emoji-dit-s, DDIM, N = 4, one synchronous step, seeds {', '.join(str(r['seed']) for r in data['rows'][:3])}"
+    )
+    return save(figure, "pictures", f"{said}; right: differences from the exact image, times 5", "pictures")
 
 
 def details(tables: Tables) -> list[tuple[str, dict[str, Any]]]:
@@ -329,9 +342,9 @@ def draw_places(tables: Tables) -> Path | None:
     some = [(name, table) for name, table in details(tables) if "error_by_place" in table["rows"][0]]
     if not some:
         return None
-    figure, axes = plt().subplots(1, len(some) + 1, figsize=(2.5 * (len(some) + 1) + 0.6, 2.7), squeeze=False)
-    devices = 4
-    for axis, (name, table) in zip(axes[0], some, strict=False):
+    figure, axes = plt().subplots(2, 2, figsize=(7.2, 6.2))
+    devices, axes = 4, axes.ravel()
+    for axis, (name, table) in zip(axes, some, strict=False):
         (row,) = tables.rows(table, warmup="fixed(1)")
         values = np.array(row["error_by_place"])
         image = axis.imshow(values, cmap="magma", interpolation="nearest")
@@ -344,20 +357,20 @@ def draw_places(tables: Tables) -> Path | None:
         figure.colorbar(image, ax=axis, fraction=0.046)
     (row,) = tables.rows(some[0][1], warmup="fixed(1)")
     rows = np.array(row["error_by_row"])[1:].T
-    image = axes[0][-1].imshow(
+    image = axes[-1].imshow(
         rows,
         aspect="auto",
         cmap="magma",
         interpolation="nearest",
         extent=(1.5, rows.shape[1] + 1.5, rows.shape[0] + 0.5, 0.5),
     )
-    axes[0][-1].grid(visible=False)
+    axes[-1].grid(visible=False)
     for rank in range(1, devices):
-        axes[0][-1].axhline(rows.shape[0] * rank / devices + 0.5, color="cyan", linestyle="--", linewidth=0.8)
-    axes[0][-1].set_xlabel("denoising step")
-    axes[0][-1].set_ylabel("row of tokens")
-    axes[0][-1].set_title(f"{some[0][0]}: rows over steps", fontsize=9)
-    figure.colorbar(image, ax=axes[0][-1], fraction=0.046)
+        axes[-1].axhline(rows.shape[0] * rank / devices + 0.5, color="cyan", linestyle="--", linewidth=0.8)
+    axes[-1].set_xlabel("denoising step")
+    axes[-1].set_ylabel("row of tokens")
+    axes[-1].set_title(f"{some[0][0]}: rows over steps", fontsize=9)
+    figure.colorbar(image, ax=axes[-1], fraction=0.046)
     return save(
         figure,
         "places",
@@ -366,171 +379,28 @@ def draw_places(tables: Tables) -> Path | None:
     )
 
 
-def draw_bytes(tables: Tables) -> Path | None:
-    """PSNR over what is sent."""
-    table, base = tables.find("strategies", "emoji-dit-s"), tables.find("experiment", "emoji-dit-s", "ddim")
-    if table is None or base is None:
-        return None
-    figure, axis = plt().subplots(figsize=(5.4, 3.2))
-    some = [("displaced", base), *((name, table) for name in table["table"]["strategies"])]
-    for number, (name, one) in enumerate(some):
-        rows = [row for row in tables.rows(one, strategy=name, warmup="fixed(1)") if row["sent"]]
-        if not rows:
-            continue
-        sent = [sum(row["sent"].values()) / 1e6 for row in rows]
-        bars(axis, sent, rows, number, name)
-        for x, row in zip(sent, rows, strict=True):
-            axis.annotate(
-                f"{row['devices']}", (x, row["psnr"]["value"]), xytext=(5, 3), textcoords="offset points", fontsize=7.5
-            )
-    axis.set_xscale("log")
-    axis.set_xlabel("sent by all ranks in a request of 8 images, MB (numbers: N)")
-    axis.set_ylabel("PSNR, dB")
-    axis.legend(fontsize=7.5)
-    return save(figure, "bytes", f"{tables.said(table)}; one synchronous step; bars: standard error")
-
-
-# The models that codecs and budgets are measured on.
-FOUR = ("emoji-sd3", "emoji-flux", "emoji-dit-s", "emoji-wan")
-
-
-def of_four(tables: Tables, part: str) -> list[dict[str, Any]]:
-    """A part's tables of these models that were measured."""
-    return [table for model in FOUR if (table := tables.find(part, model)) is not None]
-
-
-def steps_and_images(some: Sequence[dict[str, Any]]) -> str:
-    """Of several tables."""
-    steps = ", ".join(f"{one['table']['model']} {one['table']['sampler']} {one['table']['steps']}" for one in some)
-    counts = sorted({one["images"] for one in some})
-    return f"N = 4; steps: {steps}\n{' or '.join(map(str, counts))} images each, seeds from 0"
-
-
-def bits_of(row: dict[str, Any], whole: dict[str, Any]) -> float:
-    """Bits that a stale step sends for every number of keys and values, of 32, scales counted."""
-    steps = whole["evaluations"]
-    full = whole["sent"]["ring"] / steps
-    return 32 * (row["sent"]["ring"] - full) / (full * (steps - 1))
-
-
-def draw_codecs(tables: Tables) -> Path | None:
-    """What compressed messages cost against uncompressed ones, over bits a number."""
-    some = of_four(tables, "codecs")
-    if not some:
-        return None
-    figure, axes = plt().subplots(1, len(some), figsize=(2.7 * len(some), 3.1), sharey=True, squeeze=False)
-    for axis, table in zip(axes[0], some, strict=True):
-        (whole,) = tables.rows(table, strategy="displaced")
-        labels = ("whole keys: int8, int4", "differences: residual4, 2, 1.6, 1", 'residual2, 1.6, 1, predict="linear"')
-        for number, kind in enumerate(("int", "residual", "residual+linear")):
-            kind, _, predict = kind.partition("+")
-            named = [(row, *row["strategy"].partition("+")[::2]) for row in table["rows"]]
-            rows = [row for row, name, moved in named if name.startswith(f"displaced-{kind}") and moved == predict]
-            if not rows:
-                continue
-            apart = [np.array(row["each"]) - np.array(whole["each"]) for row in rows]
-            axis.errorbar(
-                [bits_of(row, whole) for row in rows],
-                [float(one.mean()) for one in apart],
-                yerr=[float(one.std(ddof=1)) / len(one) ** 0.5 for one in apart],
-                color=COLOURS[number],
-                marker=MARKS[number],
-                capsize=2,
-                elinewidth=0.8,
-                label=labels[number],
-            )
-        axis.set_xscale("log", base=2)
-        axis.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
-        axis.set_title(f"{table['table']['model']}, {whole['psnr']['value']:.1f} dB", fontsize=9)
-        axis.set_xlabel("bits a number")
-        axis.axhline(0, color="#999999", linewidth=0.8)
-        for moved in tables.rows(table, strategy="displaced+linear"):
-            gained = float((np.array(moved["each"]) - np.array(whole["each"])).mean())
-            axis.axhline(gained, color=COLOURS[2], linewidth=0.8, linestyle="--")
-    axes[0][0].set_ylabel("less uncompressed, dB")
-    axes[0][0].legend(fontsize=6.5, loc="upper left")
-    return save(figure, "codecs", f"{steps_and_images(some)}, one synchronous step; bars: standard error")
-
-
-def draw_distribution(_: Tables) -> Path | None:
-    """Class, Fréchet distance and sharpness of every row."""
-    data = read("distribution")
-    if not data.get("rows"):
-        return None
-    names = list(data["rows"])
-    figure, axes = plt().subplots(1, 3, figsize=(8.2, 0.28 * len(names) + 1.2), sharey=True)
-    places = np.arange(len(names))[::-1]
-    for place, name in zip(places, names, strict=True):
-        row = data["rows"][name]
-        colour = (
-            COLOURS[1] if name.startswith("naive") else COLOURS[4] if name.startswith("synchronous") else COLOURS[0]
-        )
-        style = {"fmt": "o", "color": colour, "capsize": 2, "elinewidth": 0.8}
-        value, error = row["right"]
-        axes[0].errorbar([100 * value], [place], xerr=[100 * error], **style)
-        if row["frechet"] > 1e-3:
-            axes[1].errorbar([row["frechet"]], [place], xerr=[row["frechet_error"]], **style)
-        axes[2].errorbar([row["sharpness"]], [place], **style)
-    axes[0].set_yticks(places, names, fontsize=8)
-    axes[0].set_xlabel("of the asked class, %")
-    axes[1].set_xscale("log")
-    axes[1].set_xlabel("Fréchet distance to synchronous")
-    axes[2].axvline(1, color="#999999", linewidth=0.8)
-    axes[2].set_xlabel("sharpness over synchronous")
-    count = data["rows"][names[0]]["images"]
-    said = (
-        f"fashion-dit, DDIM, {data['setup']['steps']} steps; {count} images a row, seeds 0 to {count - 1} "
-        "(other seeds: from 1,000,000); bars: standard error"
-    )
-    return save(figure, "distribution", said)
-
-
 def draw_load(_: Tables) -> Path | None:
-    """Work of every rank in every step, and a rank that slows down."""
+    """Work of every rank in every step."""
     cases = read("load").get("cases", {})
-    even = [name for name, case in cases.items() if not case["slows"]]
-    if not even:
+    if not cases:
         return None
-    slow = [name for name, case in cases.items() if case["slows"]]
-    figure, axes = plt().subplots(
-        1, 1 + bool(slow), figsize=(8.0, 3.0), squeeze=False, gridspec_kw={"width_ratios": (1.2, 1)[: 1 + bool(slow)]}
-    )
+    figure, axis = plt().subplots(figsize=(7.0, 3.2))
     lines, labels = [], []
-    for name in even:
-        ranks = [[1e3 * step["work_processor"] for step in rank["steps"]] for rank in cases[name]["ranks"]]
+    for name, case in cases.items():
+        work = np.array([[step["work_processor"] for step in rank["steps"]] for rank in case["ranks"]])
         # Shares of the mean of a step's ranks.
-        table = np.array(ranks)
-        lines += list(table / table.mean(0))
-        labels += [f"{name}: rank {number}" if number == 0 else f"rank {number}" for number in range(len(ranks))]
-    image = axes[0][0].imshow(
-        np.array(lines),
-        aspect="auto",
-        cmap="RdBu_r",
-        vmin=0.5,
-        vmax=1.5,
-        interpolation="nearest",
-        extent=(0.5, len(lines[0]) + 0.5, len(lines) - 0.5, -0.5),
-    )
-    axes[0][0].set_yticks(range(len(labels)), labels, fontsize=7)
-    axes[0][0].grid(visible=False)
-    axes[0][0].set_xlabel("denoising step")
-    axes[0][0].set_title("work of a rank over the mean of its step", fontsize=9)
-    figure.colorbar(image, ax=axes[0][0], fraction=0.04)
-    for number, name in enumerate(slow):
-        for rank, style in zip(cases[name]["ranks"], ("-", "--"), strict=False):
-            waits = [1e3 * step["in_collectives"] for step in rank["steps"]]
-            label = name.removesuffix(", rank 1 slows down") if style == "-" else None
-            axes[0][1].plot(range(1, len(waits) + 1), waits, style, color=COLOURS[number], label=label)
-    if slow:
-        axes[0][1].set_xlabel("denoising step")
-        axes[0][1].set_ylabel("inside collectives, ms")
-        axes[0][1].set_title("rank 1 (dashes) slows down in the middle", fontsize=9)
-        axes[0][1].legend(fontsize=7)
+        lines += list(work / work.mean(0))
+        labels += [f"{name}: rank {number}" if number == 0 else f"rank {number}" for number in range(len(work))]
+    extent = (0.5, len(lines[0]) + 0.5, len(lines) - 0.5, -0.5)
+    shades = {"cmap": "RdBu_r", "vmin": 0.5, "vmax": 1.5, "interpolation": "nearest"}
+    image = axis.imshow(np.array(lines), aspect="auto", extent=extent, **shades)
+    axis.set_yticks(range(len(labels)), labels, fontsize=8)
+    axis.grid(visible=False)
+    axis.set_xlabel("denoising step")
+    axis.set_title("processor time of a rank over the mean of its step", fontsize=9)
+    figure.colorbar(image, ax=axis, fraction=0.04)
     return save(
-        figure,
-        "load",
-        "emoji-dit-s, DDIM, 16 steps, 4 images in one request, real ranks of one thread\n"
-        "processor time (map), clock (lines)",
+        figure, "load", "emoji-dit-s, DDIM, 16 steps, 4 images in one request, real ranks of one thread", "load"
     )
 
 
@@ -551,8 +421,8 @@ def draw_moving(_: Tables) -> Path | None:
         "busy": "a loop on its core",
         "nice": "a loop, lower priority",
     }
-    figure, axes = plt().subplots(1, len(data["ways"]), figsize=(3.9 * len(data["ways"]), 3.4), squeeze=False)
-    for axis, (way, found) in zip(axes[0], data["ways"].items(), strict=True):
+    figure, axes = plt().subplots(len(data["ways"]), 1, figsize=(7.2, 2.3 * len(data["ways"])), sharex=True)
+    for axis, (way, found) in zip(axes, data["ways"].items(), strict=True):
         for name, (colour, line) in styles.items():
             if name in found:
                 took = [max(step) for step in zip(*([one[0] for one in rank] for rank in found[name]), strict=True)]
@@ -560,15 +430,20 @@ def draw_moving(_: Tables) -> Path | None:
                 moves = [step for step, one in enumerate(found[name][0]) if one[3]]
                 axis.plot(moves, [took[step] for step in moves], "o", color=colour, markersize=4)
         axis.axvline(data["slow from"] - 0.5, color="#777777", linewidth=0.8)
-        axis.set_title(names.get(way, way), fontsize=9)
-        axis.set_xlabel("step")
+        axis.set_title(f"rank 1: {names.get(way, way)}", fontsize=9)
+        axis.set_ylabel("seconds of a step")
         axis.set_ylim(bottom=0)
-    axes[0][0].set_ylabel("seconds of a step, slower rank")
-    axes[0][0].legend(fontsize=6.5, loc="upper left")
+    axes[-1].set_xlabel("step")
+    axes[0].legend(fontsize=7.5, loc="lower left", ncol=3)
     said = (
         f"FLUX-shaped transformer of 12 blocks, random weights, {data['tokens']:,} image tokens, two real ranks of one"
     )
-    return save(figure, "moving", f"{said} thread\nrank 1 is slow from the grey line on; dots: tokens move")
+    return save(
+        figure,
+        "moving",
+        f"{said} thread\nslower rank's step; rank 1 is slow from the grey line on; dots: tokens move",
+        "moving",
+    )
 
 
 def draw_sameness(_: Tables) -> Path | None:
@@ -582,16 +457,17 @@ def draw_sameness(_: Tables) -> Path | None:
         mine = [row for row in rows if row["strategy"] == name]
         tokens = [row["tokens"] for row in mine]
         for after, style in (("1", ":"), ("20", "-")):
-            values = [max(row["difference"][after], 1e-9) for row in mine if after in row["difference"]]
+            values = [row["difference"][after] for row in mine if after in row["difference"]]
             label = name if style == "-" else None
-            if values:
+            # A logarithm has no 0: Ulysses, which differs nowhere.
+            if any(values):
                 axes[0].plot(tokens, values, style, color=COLOURS[number], marker=MARKS[number], label=label)
         axes[1].plot(
             tokens, [row["work"]["ratio"] for row in mine], color=COLOURS[number], marker=MARKS[number], label=name
         )
     axes[0].set_yscale("log")
     axes[0].set_ylabel("largest relative difference")
-    axes[0].set_title("after 1 step (dots) and 20 (lines); 1e-9: none", fontsize=9)
+    axes[0].set_title("after 1 step (dots) and 20 (lines); ulysses=2: 0", fontsize=9)
     axes[1].set_ylabel("work: one device / busiest rank")
     axes[1].set_title("two ranks", fontsize=9)
     for axis in axes:
@@ -607,85 +483,20 @@ def draw_sameness(_: Tables) -> Path | None:
         "sameness",
         "FLUX-shaped transformer, 3 blocks, random weights, float32; Euler; one seed\n"
         "work: processor seconds outside of collectives",
+        "sameness",
     )
 
 
-def draw_pictures(store: Path) -> Path | None:
-    """An image of the first prompt and the farthest one, as every strategy draws it, and how each differs.
-
-    Differences of a row have one scale, whose bright end is their 99th percentile; lines are the ranks' borders.
-
-    Args:
-        store: of `quality.py` (``--out``), with the images of the parts ``experiment`` and ``strategies``.
-    """
-    from PIL import Image
-
-    from ditmesh.lab.pages.charts import coloured, scale_maximum
-    from ditmesh.quality.metrics import as_picture
-
-    devices, scale = 4, 2
-    found: dict[str, list[dict[str, Any]]] = {}
-    folders: dict[str, Path] = {}
-    for part in ("experiment", "strategies"):
-        folder = store / f"{part}-emoji-dit-s-ddim"
-        if not (folder / "cells.jsonl").exists():
-            return None
-        for line in (folder / "cells.jsonl").read_text(encoding="utf-8").splitlines():
-            result = json.loads(line)
-            cell = result["cell"]
-            if cell["strategy"] == "synchronous" or (cell["devices"], cell["warmup"]) == (devices, "fixed(1)"):
-                found[cell["strategy"]] = result["images"]
-                folders[cell["strategy"]] = folder / "cells"
-    names = [name for name in ("synchronous", "displaced", "pipefusion", "displaced-int4", "naive") if name in found]
-    worst = min(range(len(found["displaced"])), key=lambda place: found["displaced"][place]["psnr"])
-    rows = []
-    for place in dict.fromkeys((0, worst)):
-        drawn = [np.asarray(Image.open(folders[name] / found[name][place]["file"]).convert("RGB")) for name in names]
-        apart = [np.abs(as_picture(one) - as_picture(drawn[0])) for one in drawn]
-        # Naive patches are far off: the others have a scale of their own.
-        bright = scale_maximum(apart[1:-1] if "naive" in names else apart[1:])
-        borders = [rank / devices for rank in range(1, devices)]
-        shades = [coloured(one, bright, borders) for one in apart]
-        rows.append([one.repeat(scale, 0).repeat(scale, 1) for one in drawn])
-        rows.append([(255 * one).round().astype(np.uint8).repeat(scale, 0).repeat(scale, 1) for one in shades])
-        rows[-1][0] = np.full_like(rows[-1][0], 255)
-        print(f"row of {found['displaced'][place]['prompt']!r}: bright end {bright:.3f}; PSNR", end=" ")
-        print(", ".join(f"{name} {found[name][place]['psnr']:.1f}" for name in names[1:]))
-    gap = np.full((rows[0][0].shape[0], 6, 3), 255, np.uint8)
-    lines = [np.concatenate([part for one in row for part in (one, gap)], axis=1) for row in rows]
-    between = np.full((6, lines[0].shape[1], 3), 255, np.uint8)
-    page = np.concatenate([part for line in lines for part in (line, between)])
-    file = IMAGES / "findings-pictures.png"
-    Image.fromarray(page).quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
-    print(f"pictures: {file.name}, columns {', '.join(names)}")
-    return file
-
-
-FIGURES: dict[str, Callable[[Tables], Path | None]] = {
-    "warmup": draw_warmup,
-    "tokens": draw_tokens,
-    "objectives": draw_objectives,
-    "steps": draw_steps,
-    "layers": draw_layers,
-    "places": draw_places,
-    "distribution": draw_distribution,
-    "bytes": draw_bytes,
-    "codecs": draw_codecs,
-    "load": draw_load,
-    "moving": draw_moving,
-    "sameness": draw_sameness,
-}
+NAMES = "counts warmup steps layers places load moving sameness links training pictures"
+FIGURES: dict[str, Callable[[Tables], Path | None]] = {name: globals()[f"draw_{name}"] for name in NAMES.split()}
 
 
 def main() -> None:
     """Draw."""
     parser = command_line(__doc__, figures=False)
     parser.add_argument("--only", action="append", choices=FIGURES, help="default: all")
-    parser.add_argument("--store", type=Path, help="quality.py's --out: also the row of images")
     options = parser.parse_args()
     tables = Tables()
-    if options.store is not None:
-        draw_pictures(options.store)
     for name, draw in FIGURES.items():
         if name in (options.only or [name]):
             file = draw(tables)

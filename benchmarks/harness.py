@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -29,16 +30,21 @@ def command_line(description: str | None, figures: bool = True) -> argparse.Argu
     return parser
 
 
+def traced(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures behind the command that makes them."""
+    return {"command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]), **figures}
+
+
 def write_figures(figures: Mapping[str, Any], file: Path | None) -> None:
-    """Write figures as JSON; None: nowhere."""
+    """Write figures as JSON, with their command; None: nowhere."""
     if file is not None:
-        file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(traced(figures), indent=1) + "\n", encoding="utf-8")
 
 
 def write_compactly(figures: Mapping[str, Any], file: Path | None) -> None:
     """The same, with a line for every row of a table, and lines of their own for what is short."""
     if file is not None:
-        file.write_text(compact(figures, 4) + "\n", encoding="utf-8")
+        file.write_text(compact(traced(figures), 4) + "\n", encoding="utf-8")
 
 
 def compact(value: Any, levels: int) -> str:

@@ -1,13 +1,12 @@
-"""Tokens that move while a request runs: a rank that becomes slow in mid-request, and two ranks that are alike.
+"""Tokens that move while a request runs: a rank that becomes slow in mid-request.
 
     python benchmarks/moving.py [--slow stopped busy] [--steps 40] [--slow-from 20] [--json out.json]
-    python benchmarks/moving.py --even 1000          # two equal ranks, over so many steps of a small model
 
 Rank 1 becomes slow in one of these ways, on however many tokens it has:
 
-``sleeps``: in every block for as long as it has just taken. ``stopped``: another process stops and continues it every
-10 milliseconds, as ``cpulimit`` does. ``busy``: ranks are pinned to a core each, and an endless loop to that of rank 1.
-``nice``: the same, and rank 1 has a nice value of 3 besides, so that it gets a third of its core.
+``stopped``: another process stops and continues it every 10 milliseconds, as ``cpulimit`` does. ``busy``: ranks are
+pinned to a core each, and an endless loop to that of rank 1. ``nice``: the same, and rank 1 has a nice value of 3
+besides, so that it gets a third of its core.
 
 Every step's seconds and waiting are those of `engine.all_loads()`; the JSON file has them for every rank and step, as a
 page could draw them. The balanced step is that of given speeds, which know the slow rank beforehand. Seconds are by the
@@ -21,7 +20,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import exact
-from harness import command_line, show_table, write_compactly, write_figures
+from harness import command_line, show_table, write_compactly
 from machine import describe_machine
 
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -42,7 +40,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "displaced, speeds=auto": {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)", "speeds": "auto"},
 }
 # Ways of becoming slow, and how fast rank 0 is then beside rank 1.
-WAYS = {"sleeps": 2.0, "stopped": 2.0, "busy": 2.0, "nice": 2.95}
+WAYS = {"stopped": 2.0, "busy": 2.0, "nice": 2.95}
 # Steps behind the one in which a rank becomes slow until it is asked for what a step costs.
 LATER = 6
 # Stops and continues a process until its own input ends.
@@ -73,7 +71,7 @@ def slower(way: str) -> Iterator[None]:
                 other.stdin.close()
                 other.wait()
         return
-    if way not in ("busy", "nice"):
+    if not way:
         yield
         return
     with subprocess.Popen([sys.executable, "-c", LOOP]) as other:
@@ -88,7 +86,7 @@ def slower(way: str) -> Iterator[None]:
 
 
 def request(
-    config: dict[str, Any], steps: int, slow_from: int, small: bool, way: str = "sleeps", side: int = exact.SIDE
+    config: dict[str, Any], steps: int, slow_from: int, way: str, side: int
 ) -> list[list[tuple[float, float, int, bool]]]:
     """For every rank and step: seconds, waiting, image tokens, and whether tokens moved."""
     import torch
@@ -96,45 +94,23 @@ def request(
     import ditmesh
 
     torch.set_num_threads(1)
-    if small:
-        from support.models import RAGGED, inputs, tiny
-
-        model, made = tiny("Flux"), inputs("Flux", RAGGED)
-    else:
-        model, made = exact.benchmark_model(), exact.benchmark_inputs(side=side)
+    model, made = exact.benchmark_model(), exact.benchmark_inputs(side=side)
     second = torch.distributed.get_rank() == 1
     cores = sorted(os.sched_getaffinity(0))
     if way in ("busy", "nice"):
         os.sched_setaffinity(0, {cores[torch.distributed.get_rank()]})
-    slow = False
-    undo = []
-    for block in [*model.transformer_blocks, *model.single_transformer_blocks] if way == "sleeps" else ():
-        began = [0.0, 0.0]
-
-        def starts(*_: Any, began: list[float] = began) -> None:
-            began[:] = time.perf_counter(), ditmesh.engine_of(model).mesh.waited
-
-        def ends(*_: Any, began: list[float] = began) -> None:
-            if slow and second:
-                waited = ditmesh.engine_of(model).mesh.waited - began[1]
-                time.sleep(max(time.perf_counter() - began[0] - waited, 0.0))
-
-        undo += [block.register_forward_pre_hook(starts), block.register_forward_hook(ends)]
     with ditmesh.parallelized(model, config), torch.no_grad():
         engine = ditmesh.engine_of(model)
         engine.begin_request(steps)
         for _ in range(slow_from):
             engine.clock.advance()
             model(**made)
-        slow = True
         with slower(way if second else ""):
             for _ in range(slow_from, steps):
                 engine.clock.advance()
                 model(**made)
         engine.end_request()
         every = engine.all_loads()
-    for handle in undo:
-        handle.remove()
     os.sched_setaffinity(0, cores)
     return [[(one.seconds, one.waited, one.tokens, one.moved) for one in rank] for rank in every]
 
@@ -148,7 +124,7 @@ def turn(pool: Any, way: str, options: Any, machine: dict[str, Any]) -> dict[str
         if options.only and not name.startswith(options.only):
             continue
         given = {"speeds": (WAYS[way], 1.0)} if config.get("speeds") == "given" else {}
-        loads = pool.run(request, config | given, options.steps, options.slow_from, False, way, options.side)[0]
+        loads = pool.run(request, config | given, options.steps, options.slow_from, way, options.side)[0]
         found[name] = [[[round(one[0], 4), round(one[1], 4), *one[2:]] for one in r] for r in loads]
         took = [max(step) for step in zip(*([one[0] for one in rank] for rank in loads), strict=True)]
         later = statistics.median(took[options.slow_from + LATER :])
@@ -170,26 +146,13 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--slow-from", type=int, default=20)
-    parser.add_argument("--slow", choices=WAYS, nargs="+", default=["sleeps"], help="how rank 1 becomes slow")
+    parser.add_argument("--slow", choices=WAYS, nargs="+", default=["stopped"], help="how rank 1 becomes slow")
     parser.add_argument("--side", type=int, default=exact.SIDE, help="image tokens of a side")
     parser.add_argument("--only", help="contenders whose names begin with this")
-    parser.add_argument("--even", type=int, help="two equal ranks instead, over so many steps of a small model")
     options = parser.parse_args()
 
     machine = describe_machine()
     figures: dict[str, Any] = {"machine": machine}
-    if options.even:
-        with RankPool(2, threads=1) as pool:
-            first, second = pool.run(request, CONTENDERS["ring=2, speeds=auto"], options.even, options.even, True)[0]
-        shares = [a[2] / (a[2] + b[2]) for a, b in zip(first[1:], second[1:], strict=True)]
-        even = sum(abs(2 * share - 1) <= 0.03 for share in shares)
-        rows = [
-            [f"{len(shares)}", f"{sum(a[3] for a in first)}", f"{even}", f"{min(shares):.3f}", f"{max(shares):.3f}"]
-        ]
-        columns = ["steps", "moves", "steps within 3 % of even", "least share of rank 0", "largest"]
-        show_table("Two equal ranks, speeds=auto", columns, rows, machine)
-        write_figures(figures | {"loads": [first, second]}, options.json)
-        return
     figures |= {"steps": options.steps, "slow from": options.slow_from, "tokens": options.side**2, "ways": {}}
     with RankPool(2, threads=1) as pool:
         for way in options.slow:

@@ -1,17 +1,13 @@
-"""What stale strategies cost on small trained models: the tables and figures of docs/findings.md.
+"""What stale strategies cost on small trained models: the tables and figures of docs/lab/findings.md.
 
     python benchmarks/quality.py                           # all of it; hours of one core
     python benchmarks/quality.py --part experiment --images 1 --json benchmarks/measured/experiment.json
-    python benchmarks/quality.py --part policies --images 1
     python benchmarks/quality.py --json out.json           # and every figure
 
 It is `ditmesh study`, several times: ranks are simulated, to the bit, and every picture is compared with the
 synchronous one of the same seed. What is finished is in ``--out`` and is not drawn again, so a run that was broken off
 goes on where it stood. Seeds come one after another: the first round draws every picture of every table once, the next
 one draws each once more from another seed, and the tables are made of what is there.
-
-``policies``: which steps should be synchronous? Policies with the same number of synchronous steps, on N = 4 and 8.
-``roots``: fixed warm-ups on N = 2, 4, 8 and 16.
 
 ``experiment``: 50 steps, N = 2, 4, 8, fixed warm-ups from none to 40 steps, first and last steps, adaptive; DDIM and
 DPM-Solver++. ``strategies``: naive patches, PipeFusion and compressed messages at the same steps. ``samplers``: three
@@ -21,7 +17,7 @@ synchronous steps of a video model, by where they are. ``tokens``: one recipe at
 way to compress messages. ``counts``:
 fewer steps. Models that are not embedded (epsilon, 64 and 1,024 tokens) are those of `training/relatives.py`, looked
 for in ``--models``; where one is not there, its table is left out.
-`benchmarks/figures.py` draws the figures of the page from the JSON files.
+`benchmarks/figures.py` draws the figures of the page from the JSON file, `benchmarks/tables.py` prints its tables.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +68,7 @@ class Table:
     @property
     def name(self) -> str:
         """Of its folder."""
-        more = f"-{self.steps}" if self.part == "counts" else ""
-        return f"{self.part}-{self.model}-{self.sampler}{more}"
+        return f"{self.part}-{self.model}-{self.sampler}"
 
     @property
     def store(self) -> str:
@@ -83,32 +77,18 @@ class Table:
         return f"{part}-{self.model}-{self.sampler}" if self.part in ("degrees", "objectives") else self.name
 
 
-def policies(steps: int) -> tuple[str, ...]:
-    """One synchronous step, and for two larger counts every way there is to spend them."""
-    # Periodic ones give what they give: 3 and 6 of 12 steps, 3 and 5 of 20.
-    few, many = (4, 2) if steps == 12 else (7, 4)
-    more = -(-steps // many)
-    return (
-        "fixed(1)",
-        *("fixed(3)", "first_last(2, 1)", "first_last(1, 2)", f"periodic({few})", "adaptive(0.001, 3)"),
-        *(f"fixed({more})", f"first_last({more // 2}, {more - more // 2})", f"first_last(1, {more - 1})"),
-        *(f"periodic({many})", f"adaptive(0.001, {more})"),
-    )
-
-
-FLOW, SMALL, LARGE = ("emoji-sd3", "euler", 12), ("emoji-dit-s", "ddim", 20), ("emoji-dit-l", "ddim", 20)
-MULTISTEP, VIDEO = ("emoji-dit-s", "dpm", 20), ("emoji-wan", "euler", 16)
-ROOTS = ("fixed(1)", "fixed(2)", "fixed(4)", "fixed(8)")
+FLOW, SMALL, VIDEO = ("emoji-sd3", "euler", 12), ("emoji-dit-s", "ddim", 20), ("emoji-wan", "euler", 16)
 # The experiment: 50 steps, as is usual for DiT-XL/2.
 LONG = 50
 WARMUPS = ("fixed(0)", "fixed(1)", "fixed(4)", "fixed(10)", "fixed(40)")
 # What the same number of synchronous steps is worth elsewhere.
-PLACED = ("first_last(1, 4)", "adaptive(0.001, 5)")
+LAST = "steps(0 46 47 48 49)"
+PLACED = (LAST, "adaptive(0.001, 5)")
 NUMBERS = (2, 4, 8)
 # Elsewhere, too, for models that predict something else.
-SPREAD = ("first_last(1, 4)", "adaptive(0.001, 10)", "periodic(5)")
+SPREAD = (LAST, "adaptive(0.001, 10)", "steps(0 5 10 15 20 25 30 35 40 45)")
 # Where a few synchronous steps are spent on a video.
-BEGINNINGS = ("fixed(1)", "fixed(2)", "fixed(3)", "fixed(4)", "first_last(1, 2)", "periodic(6)")
+BEGINNINGS = ("fixed(1)", "fixed(2)", "fixed(3)", "fixed(4)", "steps(0 14 15)", "steps(0 6 12)")
 # Models of `training/relatives.py`.
 RELATIVES = ("dit-64-tokens", "dit-1024-tokens", "dit-epsilon")
 
@@ -125,8 +105,6 @@ CODECS = compressed("int8", "int4")
 PREDICTED = tuple(f"{strategy}+linear" for strategy in ("displaced", *compressed("int4")))
 
 TABLES = [
-    *(Table("policies", *model, (4, 8), policies(model[2])) for model in (FLOW, SMALL, LARGE, MULTISTEP)),
-    *(Table("roots", *model, (2, 4, 8, 16), ROOTS, rounds=2) for model in (FLOW, SMALL)),
     Table("experiment", "emoji-dit-s", "ddim", LONG, NUMBERS, (*WARMUPS, *PLACED)),
     Table("experiment", "emoji-dit-s", "dpm", LONG, (2,), ("fixed(0)", "fixed(1)", "fixed(40)")),
     Table("degrees", "emoji-dit-s", "dpm", LONG, (4, 8), ("fixed(1)",)),
@@ -141,7 +119,10 @@ TABLES = [
         Table("samplers", "emoji-sd3", sampler, 12, (4,), ("fixed(1)",))
         for sampler in ("euler", "heun", "dpm", "unipc")
     ),
-    *(Table("counts", "emoji-dit-s", "ddim", steps, NUMBERS, ("fixed(1)",)) for steps in (10, 20)),
+    *(
+        Table("counts", "emoji-dit-s", sampler, 10, (4,), ("fixed(1)",), strategies=("displaced", "displaced+linear"))
+        for sampler in ("ddim", "dpm", "unipc")
+    ),
     Table("objectives", "emoji-dit-s", "ddim", LONG, (4,), SPREAD[1:]),
     Table("objectives", "dit-epsilon", "ddim", LONG, (4,), (*WARMUPS, *SPREAD)),
     Table("objectives", "emoji-sd3", "euler", LONG, (4,), (*WARMUPS, *SPREAD), captions=4),
@@ -158,7 +139,7 @@ TABLES = [
     Table("tokens", "dit-64-tokens", "ddim", LONG, NUMBERS, ("fixed(1)",)),
     Table("tokens", "dit-1024-tokens", "ddim", LONG, NUMBERS, ("fixed(1)",)),
     Table("tokens", "dit-1024-tokens", "ddim", LONG, (4,), ("fixed(1)",), strategies=("naive", "pipefusion")),
-    Table("tokens", "dit-1024-tokens", "ddim", LONG, (4,), ("first_last(1, 4)",)),
+    Table("tokens", "dit-1024-tokens", "ddim", LONG, (4,), (LAST,)),
 ]
 PARTS = tuple(dict.fromkeys(table.part for table in TABLES))
 
@@ -255,30 +236,27 @@ def seeds_of(results: Any) -> tuple[int, list[int]]:
     return len(seeds), sorted(set(seeds))
 
 
-def figures_of(results: Any, pictures: Path) -> dict[str, Any]:
-    """Everything that is printed or drawn of a study, as plain data; its pictures are in a folder."""
+def figures_of(results: Any) -> dict[str, Any]:
+    """Everything that is printed or drawn of a study, as plain data."""
     plan = results.plan
     sampler, strategy = plan.samplers[0], plan.strategies[0]
     return {
         "images": seeds_of(results)[0],
         "seeds": seeds_of(results)[1],
         "prompts": sorted({prompt for _, prompt, _ in results.synchronous}),
-        "rows": [row_of(results, at, pictures) for at in results.by],
+        "rows": [row_of(results, at) for at in results.by],
         "rule": results.rule(sampler, strategy),
     }
 
 
-def row_of(results: Any, at: Any, pictures: Path) -> dict[str, Any]:
+def row_of(results: Any, at: Any) -> dict[str, Any]:
     """A combination: means, every picture's PSNR, the prediction's error by step, and what details there are."""
-    from ditmesh.lab.study.analysis import mean
-
     errors = [(error.value, error.error) for error in results.prediction_errors(at)]
     first = results.by[at][0]
     details = ("attention_error", "same_latents")
     return rounded(
         asdict(results.row(at))
         | {"each": list(results.psnr_of(at).values()), "prediction_error": errors}
-        | {"flip": asdict(mean(flips(results, at, pictures)))}
         | {"synchronous_steps": [step["step"] for step in first.get("steps", ()) if step["synchronous"]]}
         | {name: first[name] for name in details if name in first}
         | places_of(first)
@@ -300,29 +278,6 @@ def places_of(first: dict[str, Any]) -> dict[str, Any]:
     return {"error_by_row": rounded(rows.tolist(), 3), "error_by_place": rounded(places.tolist(), 3)}
 
 
-def flips(results: Any, at: Any, pictures: Path) -> list[float]:
-    """FLIP of every picture against the synchronous one; empty without the package.
-
-    FLIP (Andersson et al. 2020, HPG) of 8-bit pictures as on a screen at 67 pixels a degree: 0 is the same picture.
-    ``pip install flip-evaluator==1.7`` has all that it needs.
-    """
-    if find_spec("flip_evaluator") is None:
-        return []
-    import flip_evaluator
-    import numpy as np
-    from PIL import Image
-
-    def read(name: str) -> Any:
-        with Image.open(pictures / name) as image:
-            return np.asarray(image.convert("RGB"), dtype=np.float32) / 255
-
-    exact = [results.synchronous[at[0], one["prompt"], one["seed"]] for one in results.images(at)]
-    return [
-        float(flip_evaluator.evaluate(read(truth["file"]), read(one["file"]), "LDR")[1])
-        for one, truth in zip(results.images(at), exact, strict=True)
-    ]
-
-
 def rounded(value: Any, digits: int = 5) -> Any:
     """The same with numbers of so many digits."""
     if isinstance(value, float):
@@ -334,69 +289,13 @@ def rounded(value: Any, digits: int = 5) -> Any:
 
 def show(table: Table, results: Any) -> None:
     """Print one table."""
-    from ditmesh.lab.study.analysis import findings
-
     count, seeds = seeds_of(results)
     title = f"{table.model}, {table.sampler}, {table.steps} steps: {count} pictures, seeds {seeds[0]} to {seeds[-1]}"
     print(f"\n{table.part}: {title}; dB against the synchronous picture of the same seed, ± standard error")
-    show_rows(results)
-    if table.part == "roots":
-        for sentence in findings(results, {(table.sampler, "displaced"): results.rule(table.sampler, "displaced")})[1:]:
-            print(sentence)
-
-
-def show_rows(results: Any) -> None:
-    """Print every combination, and by how much pictures are closer than with one synchronous step only."""
-    from ditmesh.lab.study.analysis import mean_difference
-
-    over = "over fixed(1)"
-    print(
-        f"{'strategy':<20}{'N':>2}  {'policy':<20}{'synchronous':>12}{'PSNR':>15}{over:>16}{'SSIM':>9}"
-        f"{'1000 ST-LPIPS':>15}"
-    )
     for row in results.rows():
-        at = (row.sampler, row.strategy, row.devices, row.warmup)
-        base = (row.sampler, "displaced", row.devices, "fixed(1)")
-        apart = ""
-        if base in results.by and at != base:
-            apart = format(mean_difference([(results.psnr_of(at), results.psnr_of(base))]), "+.2f")
-        perceptual = "" if row.perceptual.value is None else f"{1000 * row.perceptual.value:.2f}"
         print(
-            f"{row.strategy:<20}{row.devices:>2}  {row.warmup:<20}{row.synchronous:>12.1f}{format(row.psnr, '.2f'):>15}"
-            f"{apart:>16}{row.ssim.value:>9.4f}{perceptual:>15}"
+            f"{row.strategy:<20}{row.devices:>2}  {row.warmup:<20}{format(row.psnr, '.2f'):>15}{row.ssim.value:>9.4f}"
         )
-
-
-def comparisons(found: list[tuple[Table, Any]]) -> Iterator[tuple[str, Any]]:
-    """DDIM against DPM-Solver++, and the large model against the small one: the same captions, seeds and policies."""
-    from ditmesh.lab.study.analysis import mean_difference
-
-    results = {(table.model, table.sampler): each for table, each in found if table.part == "policies"}
-    small = ("emoji-dit-s", "ddim")
-    for what, ours in (
-        ("DPM-Solver++ less DDIM", ("emoji-dit-s", "dpm")),
-        ("12 blocks less 6", ("emoji-dit-l", "ddim")),
-    ):
-        if ours not in results or small not in results:
-            continue
-        for devices in (4, 8):
-            for warmups in (["fixed(1)"], [w for w in policies(20) if "adaptive" not in w]):
-                pairs = [
-                    (
-                        results[ours].psnr_of((ours[1], "displaced", devices, warmup)),
-                        results[small].psnr_of((small[1], "displaced", devices, warmup)),
-                    )
-                    for warmup in warmups
-                ]
-                name = warmups[0] if len(warmups) == 1 else f"mean of {len(warmups)} policies"
-                yield f"{what}, N = {devices}, {name}", mean_difference(pairs)
-
-
-def compare(found: list[tuple[Table, Any]]) -> None:
-    """Print what is measured across tables."""
-    print()
-    for what, apart in comparisons(found):
-        print(f"{what}: {apart:+.2f} dB ({apart.count} pictures)")
 
 
 def main() -> None:
@@ -426,19 +325,14 @@ def main() -> None:
     print(f"{machine['text']}; one thread; ranks simulated, to the bit")
     for table, results in found:
         show(table, results)
-    compare(found)
     figures = {
         "machine": machine,
-        "tables": [
-            {"table": asdict(table), **figures_of(results, options.out / table.store / "cells")}
-            for table, results in found
-        ],
+        "tables": [{"table": asdict(table), **figures_of(results)} for table, results in found],
         "relatives": {
             name: json.loads(record.read_text(encoding="utf-8"))
             for name in RELATIVES
             if (record := options.models / name / "out" / "training.json").exists()
         },
-        "compared": [{"what": what, **asdict(apart)} for what, apart in comparisons(found)],
     }
     write_compactly(figures, options.json)
 

@@ -15,8 +15,6 @@ buffers of messages all count. Each mesh has fresh processes. Linux only.
 steps add to a process at their peak (as in *memory*), and the share of a step in which a rank exchanges gradients or
 waits for the other one. So that this can be told apart, gradients are exchanged after the backward pass
 (`sharding: none`).
-*frozen*: LoRA of rank 16 above an NF4 base (bitsandbytes), one rank and two in turns: samples a second, and the largest
-relative difference of a loss from one rank's on the same base.
 *speed*: contenders take turns, so that noise falls on all alike; a ratio compares the samples a second of one turn, and
 the median of the ratios counts. accelerate's loop is that of diffusers' scripts, with latents and captions encoded
 before.
@@ -27,13 +25,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from rich.console import Console
 from rich.table import Table
 
+from harness import write_figures
 from machine import describe_machine
 
 # Axes of `ParallelConfig` and other settings of the run, by the name of a line.
@@ -67,12 +66,6 @@ SPEED: dict[str, dict[str, Any] | None] = {
     "ulysses=2": {"parallel": {"ulysses": 2}},
     ACCELERATE: None,
 }
-# LoRA above one NF4 base.
-FROZEN: dict[str, dict[str, Any]] = {
-    "1 rank": {},
-    "data=2": {"parallel": {"data": 2}},
-    "ulysses=2": {"parallel": {"ulysses": 2}},
-}
 # Each is the first with one setting changed.
 LEVERS: dict[str, dict[str, Any]] = {
     "accumulation 1": {},
@@ -84,7 +77,7 @@ LEVERS: dict[str, dict[str, Any]] = {
 }
 MICRO, PER_STEP = 4, 8  # samples of a forward, and of a step over all ranks
 # The autoencoder's latents have a quarter of the pixels along a side, and every latent is a token.
-SIDES = {"curves": 64, "memory": 256, "speed": 128, "levers": 128, "frozen": 128}
+SIDES = {"curves": 64, "memory": 256, "speed": 128, "levers": 128}
 
 
 def ranks_of(settings: dict[str, Any] | None) -> int:
@@ -133,8 +126,9 @@ def run_of(part: str, model: str, work: Path, settings: dict[str, Any], **more: 
 # --- on a rank -----------------------------------------------------------------------------------------------------
 
 
-def losses(given: dict[str, Any]) -> list[float]:
-    """Losses of a run's steps."""
+@contextmanager
+def trainer_of(given: dict[str, Any]) -> Iterator[Any]:
+    """A trainer of the run."""
     from diffusers import DiffusionPipeline
 
     from ditmesh.generate.model_info import find_model
@@ -144,26 +138,30 @@ def losses(given: dict[str, Any]) -> list[float]:
     config = TrainConfig.read(grouped(given))
     pipe = DiffusionPipeline.from_pretrained(find_model(config.pretrained_model_name_or_path).files)
     with Trainer(config, pipe) as trainer:
+        yield trainer
+
+
+def losses(given: dict[str, Any]) -> list[float]:
+    """Losses of a run's steps."""
+    with trainer_of(given) as trainer:
         found = trainer.run().losses
     return [found[step] for step in sorted(found)]
 
 
+def memory_before(trainer: Any) -> int:
+    """Bytes of this process when all samples are encoded; its peak begins anew."""
+    trainer.data.encoded.fill_cache(trainer.mesh)
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
 def memory_of_a_step(given: dict[str, Any]) -> int:
     """Bytes that one optimizer step adds to this process at its peak."""
-    from diffusers import DiffusionPipeline
-
-    from ditmesh.train.config import TrainConfig, grouped
-    from ditmesh.train.trainer import Trainer
-
-    config = TrainConfig.read(grouped(given))
-    pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     found: list[int] = []
-    with Trainer(config, pipe) as trainer:
-        trainer.data.encoded.fill_cache(trainer.mesh)
-        gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-        before = resident("VmRSS")
+    with trainer_of(given) as trainer:
+        before = memory_before(trainer)
         # It is called after the step, before anything is saved.
         trainer.run(report=lambda _: found.append(resident("VmHWM") - before))
     return found[0]
@@ -179,18 +177,10 @@ def resident(line: str) -> int:
 
 def lever(given: dict[str, Any]) -> tuple[float, int, float]:
     """Seconds of a step, bytes that steps add to this process, and the share of exchanging; without the first step."""
-    from diffusers import DiffusionPipeline
-
-    from ditmesh.train.config import TrainConfig, grouped
-    from ditmesh.train.trainer import Trainer
-
-    config = TrainConfig.read(grouped(given))
-    pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     ends: list[float] = []
     waited: list[float] = []
     peak: list[int] = []
-    with Trainer(config, pipe) as trainer:
-        trainer.data.encoded.fill_cache(trainer.mesh)
+    with trainer_of(given) as trainer:
         reduce = trainer.parallel.sync.reduce
 
         def timed(shares: Any) -> None:
@@ -203,10 +193,7 @@ def lever(given: dict[str, Any]) -> tuple[float, int, float]:
             peak.append(resident("VmHWM") - before)
 
         trainer.parallel.sync.reduce = timed
-        gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmRSS")
+        before = memory_before(trainer)
         trainer.run(report=ended)
     whole = ends[-1] - ends[0]
     return whole / (len(ends) - 1), peak[-1], sum(waited[1:]) / whole
@@ -214,32 +201,10 @@ def lever(given: dict[str, Any]) -> tuple[float, int, float]:
 
 def rate(given: dict[str, Any]) -> float:
     """Samples a second of a run, its first step left out."""
-    from diffusers import DiffusionPipeline
-
-    from ditmesh.train.config import TrainConfig, grouped
-    from ditmesh.train.trainer import Trainer
-
-    config = TrainConfig.read(grouped(given))
-    pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     ends: list[float] = []
-    with Trainer(config, pipe) as trainer:
+    with trainer_of(given) as trainer:
         trainer.run(report=lambda _: ends.append(time.perf_counter()))
     return PER_STEP * (len(ends) - 1) / (ends[-1] - ends[0])
-
-
-def rate_and_losses(given: dict[str, Any]) -> tuple[float, list[float]]:
-    """Samples a second of a run, its first step left out, and the losses of its steps."""
-    from diffusers import DiffusionPipeline
-
-    from ditmesh.train.config import TrainConfig, grouped
-    from ditmesh.train.trainer import Trainer
-
-    config = TrainConfig.read(grouped(given))
-    pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
-    ends: list[float] = []
-    with Trainer(config, pipe) as trainer:
-        found = trainer.run(report=lambda _: ends.append(time.perf_counter())).losses
-    return config.batch * (len(ends) - 1) / (ends[-1] - ends[0]), [found[step] for step in sorted(found)]
 
 
 def rate_of_accelerate(given: dict[str, Any]) -> float:
@@ -328,27 +293,7 @@ def curves(options: argparse.Namespace, work: Path, console: Console) -> dict[st
     for name, line in found.items():
         table.add_row(name, f"{line[0]:.6f}", f"{line[-1]:.6f}", f"{differences[name]:.1e}")
     console.print(table)
-    if options.picture:
-        _draw(found, options.picture)
     return {"losses": found, "largest relative difference": differences}
-
-
-def _draw(lines: dict[str, list[float]], path: Path) -> None:
-    """Loss over steps, lines by name; later ones are thinner, so that those that lie on one another are all seen."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(layout="constrained", dpi=110, figsize=(9, 5))
-    axes = figure.subplots()
-    for number, (name, line) in enumerate(lines.items()):
-        axes.plot(line, linewidth=2.0 * (len(lines) - number), label=name)
-    # One outlier does not flatten the rest.
-    losses = sorted(loss for line in lines.values() for loss in line)
-    axes.set_ylim(0, 1.08 * losses[int(0.99 * (len(losses) - 1))])
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path)
 
 
 def memory(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
@@ -445,40 +390,7 @@ def levers(options: argparse.Namespace, work: Path, console: Console) -> dict[st
     return result
 
 
-def frozen(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
-    """Samples a second and losses of `FROZEN`, in turns."""
-    from ditmesh.launch import RankPool
-
-    model, load = str(larger_model(work / "model")), os.getloadavg()[0]
-    found: dict[str, list[tuple[float, list[float]]]] = {name: [] for name in FROZEN}
-    pools = {ranks: RankPool(ranks, threads=1) for ranks in (1, 2)}
-    more = {"train_batch_size": MICRO, "global_batch_size": PER_STEP, "max_train_steps": 1 + (options.steps or 5)}
-    more |= {"lora": {"rank": 16}, "base_precision": "nf4"}
-    for _ in range(options.repeats):
-        for name, settings in FROZEN.items():
-            given = run_of("frozen", model, work, settings, **more)
-            every = pools[ranks_of(settings)].run(rate_and_losses, given)
-            found[name].append((min(one for one, _ in every), every[0][1]))
-    for pool in pools.values():
-        pool.close()
-    table = Table(title=f"LoRA above NF4, 1,024 image tokens, steps of {PER_STEP} samples, one thread a rank")
-    for column in ("", "samples/s, median", "of 1 rank, median", "min", "max", "loss differs by"):
-        table.add_column(column, justify="right" if column else "left")
-    result: dict[str, Any] = {"load before": load, "load after": os.getloadavg()[0]}
-    alone = found["1 rank"]
-    for name, turns in found.items():
-        r = [turn[0] / one[0] for turn, one in zip(turns, alone, strict=True)]
-        off = max(abs(a / b - 1) for turn in turns for a, b in zip(turn[1], alone[0][1], strict=True))
-        speed = statistics.median(turn[0] for turn in turns)
-        row = f"{speed:.2f}", f"{statistics.median(r):.2f}x", f"{min(r):.2f}", f"{max(r):.2f}", f"{off:.1e}"
-        table.add_row(name, *row)
-        result[name] = {"samples a second": [turn[0] for turn in turns], "loss off": off}
-    console.print(table)
-    console.print(f"load of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after")
-    return result
-
-
-PARTS = {"curves": curves, "memory": memory, "speed": speed, "levers": levers, "frozen": frozen}
+PARTS = {"curves": curves, "memory": memory, "speed": speed, "levers": levers}
 
 
 def main() -> None:
@@ -487,7 +399,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of a curve (200), of a turn of speed (5)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of speed")
     parser.add_argument("--reproducible", action="store_true", help="curves with `reproducible: true`")
-    parser.add_argument("--picture", type=Path, help="draw the curves into this PNG")
     parser.add_argument("--json", type=Path, help="write every figure here")
     options = parser.parse_args()
     console = Console(width=120)
@@ -496,8 +407,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="ditmesh-bench-") as work:
             result[name] = PARTS[name](options, Path(work), console)
     console.print(result["machine"]["text"])
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+    write_figures(result, options.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ its name says. That is how `DiT-XL/2` at 512 pixels is to the one at 256 (Peeble
 weights of the same shapes, four times the tokens. None of them is embedded in the package: `benchmarks/quality.py`
 reads them from ``DIR/NAME/out``. A run can be interrupted and started again with the same arguments.
 
-The weights of ``dit-1024-tokens`` that `docs/findings.md` reports on were trained on one H200 by a loop of their own
+The weights of ``dit-1024-tokens`` in `docs/lab/findings.md` were trained on one H200 by a loop of their own
 with the settings below: 2,499 steps in 83 seconds, until the time was up. It differs from ``ditmesh train`` in that
 random numbers came from the GPU, and that blocks added up in float32 under autocast.
 """

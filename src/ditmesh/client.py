@@ -231,9 +231,10 @@ class Client:
             images.append(image)
         return images
 
-    def file(self, id: str, index: int = 0) -> bytes:
-        """The file of a result, as the server stores it."""
-        return self._ask("GET", f"/v1/jobs/{id}/images/{index}").content
+    def file(self, id: str, index: int = 0, part: int | None = None) -> bytes:
+        """The file of a result, or of a part of a video that an event ``frames`` tells of, as the server stores it."""
+        params = {} if part is None else {"part": part}
+        return self._ask("GET", f"/v1/jobs/{id}/images/{index}", params=params).content
 
     def job(self, id: str) -> Job:
         """The current state of a job."""

@@ -302,23 +302,6 @@ def test_cuda_that_is_not_there_is_refused(
     assert "2 ranks need 2 GPUs, but 1 is there" in capsys.readouterr().err
 
 
-def test_a_transformer_whose_tokens_nobody_can_place_is_refused(
-    facts_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(*_: object, **__: object) -> None:
-        raise AssertionError("a rank was started")
-
-    monkeypatch.setattr("ditmesh.launch.RankPool.__init__", start)
-    model = tmp_path / "model"
-    shutil.copytree(facts_only, model)
-    config = {"_class_name": "PriorTransformer", "num_attention_heads": 2, "attention_head_dim": 4, "num_layers": 2}
-    (model / "transformer" / "config.json").write_text(json.dumps({"sample_size": 16, **config}))
-    code = run("generate", FOX, "--devices", "2", "--device", "cpu", "--model", model, "--out", tmp_path / "out")
-    said = capsys.readouterr().err
-    assert code == 2, said
-    assert "PriorTransformer has no reviewed token layout" in said
-
-
 def test_weights_that_are_a_program_are_refused_in_one_sentence(model: Path, tmp_path: Path) -> None:
     from ditmesh.errors import InputError
     from ditmesh.generate.components import read_saved

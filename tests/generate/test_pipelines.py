@@ -6,7 +6,6 @@ A few of them run always, all of them under the `matrix` marker; what comes of t
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor
 
 import ditmesh
 from ditmesh.engine import DENOISERS
+from ditmesh.generate.modular import component_names
 from support import exam
 from support.exam import EXAMS
 from support.models import fresh, relative_error
@@ -132,13 +132,6 @@ def wheel() -> Iterator[tuple[str, Any]]:
             yield name, kind
 
 
-def components_of(kind: Any) -> list[str]:
-    """Names of the components that a pipeline may have."""
-    if issubclass(kind, diffusers.ModularPipeline):
-        return [one.name for one in getattr(diffusers, kind.default_blocks_name)().expected_components]
-    return list(inspect.signature(kind.__init__).parameters)
-
-
 def untested() -> tuple[dict[str, str], list[str]]:
     """The pipelines without an exam: those that may be built, and why they are not; and those that are refused."""
     tested, reasons, refused = {name.split()[0] for name in EXAMS}, dict(LEFT_OUT), []
@@ -147,7 +140,7 @@ def untested() -> tuple[dict[str, str], list[str]]:
             continue
         if packages := getattr(kind, "_backends", None):
             reasons[name] = f"wants {' and '.join(one for one in packages if find_spec(one) is None)}"
-        elif set(DENOISERS) & set(components_of(kind)):
+        elif set(DENOISERS) & set(component_names(kind)):
             reasons[name] = "?"
         else:
             refused.append(name)

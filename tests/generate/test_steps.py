@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from diffusers import AnyFlowFARPipeline  # pyright: ignore[reportPrivateImportUsage]
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from ditmesh import zoo
-from ditmesh.generate.job import StepDone, job_for
+from ditmesh import ParallelConfig, zoo
+from ditmesh.generate.job import Generated, StepDone, job_for
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.run import generate
 from ditmesh.generate.steps import SchedulerStep, StepEvents
+from ditmesh.generate.video import frames_digest
+from ditmesh.media.videos import read_frames
 from ditmesh.request import PictureRequest
 from ditmesh.serve.worker.previews import estimated_image
 from support.exam import EXAMS
+from support.tiny import save_tiny_anyflow
 
 
 def test_listeners_hear_of_every_step_until_they_are_taken_off():
@@ -47,6 +52,39 @@ def test_progress_ends_where_the_schedule_does(scheduler: str | None, steps: int
     generate(job, report=said.append)  # type: ignore[arg-type]
     done = [one for one in said if isinstance(one, StepDone)]
     assert (sum(one.steps for one in done), {one.of for one in done}) == (steps, {steps})
+
+
+def in_chunks(folder: Path, out: Path, config: ParallelConfig) -> tuple[list[list[int]], list[str]]:
+    """After every step how many frames the file of each part has; digests, the first of what diffusers makes."""
+    asked = {"width": 32, "height": 32, "num_frames": 17, "num_inference_steps": 3, "guidance_scale": 3.0}
+    pipe = AnyFlowFARPipeline.from_pretrained(folder)
+    frames = pipe("a fox", **asked, generator=[torch.Generator().manual_seed(5)], output_type="pil").frames[0]
+    request = PictureRequest(prompt="a fox", width=32, height=32, frames=17, steps=3, guidance=3.0, seed=5)
+    parts, digests = list[list[int]](), [frames_digest(frames)]
+
+    def report(message: object) -> None:
+        if isinstance(message, StepDone):
+            parts.append([len(read_frames(file, file.name)) for file in sorted(out.glob("*.part?.mp4"))])
+            assert message.of == 9
+        elif isinstance(message, Generated):
+            digests.append(str(message.receipt.frames_digest))
+
+    generate(job_for(find_model(folder), request, out, config=config, check_memory=False), report=report)  # type: ignore[arg-type]
+    return parts, digests
+
+
+CONFIGS = [{}, {"ulysses": 2}, pytest.param({"ulysses": 2, "vae": "bands"}, marks=pytest.mark.matrix)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["one", "two", "bands"])
+def test_frames_are_written_chunk_by_chunk(ranks, config: dict[str, Any], tmp_path: Path):
+    (out := tmp_path / "out").mkdir()
+    given = save_tiny_anyflow(tmp_path), out, ParallelConfig(**config)
+    parts, digests = ranks(2).run(in_chunks, *given)[0] if config else in_chunks(*given)
+    # The first part is there before the second chunk begins.
+    assert parts == [[]] * 2 + [[1]] * 3 + [[1, 8]] * 3 + [[1, 8, 8]]
+    assert digests[0] == digests[1]
+    assert [file.suffixes for file in out.iterdir()] == [[".mp4"]]
 
 
 def test_a_copied_scheduler_takes_its_own_steps():

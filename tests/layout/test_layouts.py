@@ -86,8 +86,7 @@ def test_a_probe_sees_what_a_call_does_not():
 
 
 def test_every_tiny_model_has_a_reviewed_layout():
-    # MiniMax-H3 is called by its own pipeline alone, which tests/generate/test_pipelines.py runs on every axis.
-    assert {type(tiny(name)).__name__ for name in MAKERS} | {"MiniMaxH3Transformer3DModel"} == set(known_models())
+    assert {type(tiny(name)).__name__ for name in MAKERS} == set(known_models())
 
 
 def test_a_model_that_cannot_be_probed_is_refused_with_reasons():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -95,7 +97,7 @@ RUNS: dict[str, tuple[list[str], Callable[[Any], None]]] = {
     ),
 }
 # Scripts that leave more than figures, and where.
-PLACES = {"training": "--picture", "true_sizes": "--folder"}
+PLACES = {"true_sizes": "--folder"}
 
 
 @pytest.mark.matrix
@@ -119,6 +121,33 @@ def test_the_runner_knows_all_benchmarks(monkeypatch: pytest.MonkeyPatch, capsys
     assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check"}
     with pytest.raises(SystemExit, match="there is no benchmark 'exakt'; use one of cards, comfyui_graphs, "):
         runner["main"](["exakt"])
+
+
+def test_tables_of_pages_are_those_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each behind its comment, and in Chinese pages their numbers; every figure of a page is one that is drawn."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tables, figures = importlib.import_module("tables"), importlib.import_module("figures")
+    pages = {page: page.read_text(encoding="utf-8") for page in (BENCHMARKS.parent / "docs").rglob("*.md")}
+    places = [(page, match) for page, text in pages.items() for match in tables.PLACE.finditer(text)]
+    assert {match[2] for _, match in places} == set(tables.TABLES)
+    for page, match in places:
+        there, made = match[3], tables.markdown(match[2])
+        if page.name.endswith(".zh.md"):
+            there, made = ([re.findall(r"\d+(?:\.\d+)?", row) for row in text.splitlines()] for text in (there, made))
+        assert there == made, (page, match[2])
+    drawn = {f"findings-{name}.svg" for name in figures.FIGURES}
+    assert {name for text in pages.values() for name in re.findall(r"findings-\w+\.\w+", text)} == drawn
+
+
+@pytest.mark.matrix
+def test_figures_are_those_of_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    figures = importlib.import_module("figures")
+    committed = figures.IMAGES
+    monkeypatch.setattr(figures, "IMAGES", tmp_path)
+    for draw in figures.FIGURES.values():
+        file = draw(figures.Tables())
+        assert file.read_bytes() == (committed / file.name).read_bytes()
 
 
 # --- the check of one GPU, on the CPU

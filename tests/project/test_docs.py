@@ -231,13 +231,15 @@ def test_links_of_the_repository():
 
 OF_EQUAL_RANK = [
     "README{}.md",
-    *(f"docs/{name}{{}}.md" for name in ("quickstart", "choosing", "training", "stale", "limits")),
+    *(f"docs/{name}{{}}.md" for name in ("quickstart", "choosing", "training", "stale", "limits", "lab/findings")),
 ]
 
 
 @pytest.mark.parametrize("page", OF_EQUAL_RANK)
-def test_a_page_of_the_manual_is_translated_whole(page):
-    """Headings of the same levels, the same programs and figures of tables, and as many points and rows under each."""
+def test_a_page_is_translated_whole(page):
+    """Headings of the same levels, the same programs and figures of tables, and as many points and rows under each.
+
+    The report of the laboratory has the same figures in its sentences, too."""
     shapes = []
     for language in ("", ".zh-CN" if page.startswith("README") else ".zh"):
         text = (ROOT / page.format(language)).read_text(encoding="utf-8")
@@ -246,14 +248,27 @@ def test_a_page_of_the_manual_is_translated_whole(page):
         parts = re.split(r"^(#+) .*$", plain, flags=re.MULTILINE)[1:]
         counts = [part if part[0] == "#" else tuple(map(part.count, ("\n* ", "\n|"))) for part in parts]
         numbers = re.findall(r"\d+\.\d+", "".join(re.findall(r"^\|.*", plain, re.MULTILINE)))
+        numbers += sorted(re.findall(r"\d+\.\d+", plain)) if "lab" in page else []
         shapes.append(([Block("", program).meaning() for program in programs], counts, numbers))
     assert shapes[0] == shapes[1]
+
+
+def test_the_manual_stays_small():
+    """Without references that the code writes, decisions and the laboratory."""
+    others = {"classes", "pipelines", "support", "training-settings", "reference", "planted-faults", "decisions"}
+    pages = [path for path in (ROOT / "docs").glob("*.md") if path.stem not in others]
+    lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in pages if ".zh" not in path.name]
+    assert len(lines) <= 28
+    assert sum(lines) <= 5000
+    # With the first page of the site, which is README.
+    assert len(pages) - len(lines) == len([page for page in OF_EQUAL_RANK if "lab/" not in page])
 
 
 @pytest.mark.parametrize("index", ["index.md", "index.zh.md"])
 def test_the_index_lists_every_page(index):
     pages = {path.name for path in (ROOT / "docs").glob("*.md") if ".zh" not in path.name} - {"index.md"}
-    assert {link.split("#")[0] for link in LINK.findall((ROOT / "docs" / index).read_text(encoding="utf-8"))} == pages
+    links = {link.split("#")[0] for link in LINK.findall((ROOT / "docs" / index).read_text(encoding="utf-8"))}
+    assert {link for link in links if "/" not in link} == pages
 
 
 def tree() -> list[str]:
@@ -298,3 +313,10 @@ def test_imports_run_one_way():
                 if there is not None and there > here:
                     wrong.append(f"{path.relative_to(package)} imports {'.'.join([*target, alias.name])}")
     assert wrong == []
+
+
+def test_decisions_are_few_and_say_what_would_reverse_them():
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "decisions").glob("*.md"))
+    parts = re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]
+    assert len(parts) <= 70
+    assert all(re.search(r"^\* \d{4}-\d\d-\d\d: (?s:.)*^\* Reversed by: ", part, re.MULTILINE) for part in parts)

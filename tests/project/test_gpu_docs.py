@@ -7,22 +7,11 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "lab" / "gpus.md").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def program() -> dict[str, Any]:
-    """The check's program; it imports torch only when it runs."""
-    before = [*sys.path]
-    try:
-        return runpy.run_path(str(ROOT / "benchmarks" / "gpu_check" / "__main__.py"), run_name="check")
-    finally:
-        sys.path[:] = before
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -35,7 +24,9 @@ def names(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def test_every_test_and_part_that_is_named_exists(program: dict[str, Any]) -> None:
+def test_every_test_and_part_that_is_named_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    program = runpy.run_path(str(ROOT / "benchmarks" / "gpu_check" / "__main__.py"), run_name="check")
     methods, listed, topics, *_ = tables(PAGE)
     parts = [*program["FIRST"], *program["SECOND"], *program["THIRD"]]
     assert [names(row[0])[0] for row in listed] == parts

@@ -20,24 +20,11 @@ from ditmesh.serve.types import JobError
 from support.serving import FakeBackend
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
-HEAD = """# Options, settings, metrics and codes
-
-Options of all commands, settings of a configuration, metrics and codes of a server. A command tells its own:
-
-```text
-ditmesh help generate
-```
-
-The settings of `ditmesh train` have [a page of their own](training-settings.md), as have names of Python
-([API](api.md)). `pytest tests/project/test_reference.py --write-support` writes this page from the code.
-"""
 
 
-def table(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    titles = [*head]
-    lines = [titles, ["---"] * len(titles), *rows]
-    cells = ([str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines)
-    return f"\n## {title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in cells)
+def table(title: str, head: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return f"\n## {title}\n\n" + "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)
 
 
 def options(command: Any) -> Iterator[tuple[str, str, str]]:
@@ -46,28 +33,31 @@ def options(command: Any) -> Iterator[tuple[str, str, str]]:
         if not getattr(option, "hidden", False) and option.param_type_name == "option":
             usual = option.default if isinstance(option.default, (int, float, str)) else ""
             shown = "" if isinstance(usual, bool) or usual == "" else f"`{usual}`"
-            yield ", ".join(f"`{word}`" for word in option.opts + option.secondary_opts), shown, option.help or ""
+            value = f" {option.metavar}".replace("|", " or ") if option.metavar else ""
+            yield ", ".join(f"`{word}{value}`" for word in option.opts + option.secondary_opts), shown, option.help
 
 
 def settings() -> Iterator[tuple[str, str, str, str]]:
     for name, field in ParallelConfig.model_fields.items():
         usual = setting(name).usual or field.default
-        yield f"`{name}`", f"`{option_words(name)}`", f"`{setting_form(name)}`, default `{usual}`", setting(name).help
+        value = f"`{setting_form(name)}`, default `{usual}`".replace("|", "`, `")
+        yield f"`{name}`", f"`{option_words(name)}`", value, setting(name).help
 
 
 def reference() -> str:
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    page = HEAD + table("Settings of a configuration", ("setting", "option", "value", "what it does"), settings())
+    page = PAGE.read_text(encoding="utf-8").partition("\n## ")[0]
+    page += table("Settings of a configuration", ("setting", "option", "value", "what it does"), settings())
     for name, command in commands.items():
         if not command.hidden and (rows := [*options(command)]):
             page += table(f"`ditmesh {name}`", ("option", "default", "what it does"), rows)
-    metrics = create_app(FakeBackend()).state.server.metrics.registry.collect()
+    metrics = create_app(FakeBackend()).state.server.metrics.registry.collect()  # type: ignore[arg-type]
     rows = [(f"`{metric.name}`", metric.type, metric.documentation) for metric in metrics]
     page += table("Metrics of a server", ("metric", "kind", "what it tells"), rows)
     answers = [(status, f"`{code}`", kind, text) for status, (text, kind, code) in MEANINGS.items()]
     page += table("Errors of a server", ("status", "usual code", "type", "what it means"), answers)
-    codes = ", ".join(f"`{code}`" for code in get_args(JobError.model_fields["code"].annotation))
-    return f"{page}\nA job that failed has one of these codes: {codes}.\n"
+    codes = "`, `".join(get_args(JobError.model_fields["code"].annotation))
+    return f"{page}\nA job that failed has one of these codes: `{codes}`.\n"
 
 
 def test_the_reference_is_what_the_code_says(request: pytest.FixtureRequest) -> None:

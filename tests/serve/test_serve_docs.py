@@ -97,19 +97,6 @@ def test_clients_of_the_page(url: str, tmp_path: Path, text: str):
     assert done.stdout.strip()
 
 
-def test_every_setting_is_on_the_page():
-    """With its default, in the table."""
-    (serve,) = [one for name, one in typer.main.get_command(app).commands.items() if name == "serve"]  # type: ignore[attr-defined]
-    section = PAGE.partition("## Settings")[2].partition("\n## ")[0]
-    for option in serve.params:
-        if getattr(option, "rich_help_panel", None) not in ("Network", "Limits", "Logs"):
-            continue
-        (row,) = [line for line in section.splitlines() if re.search(rf"`{option.opts[0]}\b", line)]
-        if isinstance(option.default, (int, float)) and not isinstance(option.default, bool):
-            assert re.search(rf"\b{option.default:.10g}\b", row), (row, option.default)
-    assert "`--folder`" in section
-
-
 def test_every_path_is_on_the_page():
     for path in create_app(FakeBackend()).openapi()["paths"]:
         said = path.replace("{index}", "{i}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
+from ditmesh.client import Client
 from ditmesh.config import ParallelConfig
 from ditmesh.generate.receipt import PNG_KEYWORD, Receipt
 from ditmesh.generate.video import frames_digest, metadata_of, write_mp4
@@ -25,9 +25,9 @@ from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.service import Service
 from ditmesh.serve.settings import ApiSettings, ServiceSettings
 from support.serving import serving
-from support.tiny import save_tiny_ltx
+from support.tiny import save_tiny_anyflow, save_tiny_ltx
 
-av = pytest.importorskip("av", reason="PyAV is not installed: pip install av")
+pytest.importorskip("av", reason="PyAV is not installed: pip install av")
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -44,8 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def http(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     # Its usual size is that of a large model, which the memory that other tests leave may not hold.
     films = ModelSpec("films", str(folder), ParallelConfig(ulysses=2), check_memory=False)
+    folder = save_tiny_anyflow(tmp_path_factory.mktemp("chunks"))
+    chunks = ModelSpec("chunks", str(folder), ParallelConfig(ulysses=2), check_memory=False)
     settings = ServiceSettings(devices=2, device="cpu", threads=1, launcher="local")
-    service = Service([films], tmp_path_factory.mktemp("state"), settings)
+    service = Service([films, chunks], tmp_path_factory.mktemp("state"), settings)
     with serving(service, ApiSettings()) as url, httpx.Client(base_url=url, timeout=30) as http:
         limit = time.monotonic() + 100
         while http.get("/readyz").status_code != 200:
@@ -76,10 +78,13 @@ def frames(folder: Path) -> np.ndarray:
 
 
 def finished(http: httpx.Client, id: str) -> dict[str, Any]:
-    """A job's last event, when it has come."""
-    with http.stream("GET", f"/v1/jobs/{id}/events") as stream:
-        data = [line for line in stream.iter_lines() if line.startswith("data: ")]
-    return json.loads(data[-1].removeprefix("data: "))
+    """The data of a job's last event, when it has come."""
+    return [event.data for event in Client(str(http.base_url)).events(id)][-1]
+
+
+def frames_in(data: bytes) -> list[Image.Image]:
+    # The iterator yields one object, at another frame each time.
+    return [frame.convert("RGB") for frame in ImageSequence.Iterator(Image.open(BytesIO(data)))]
 
 
 def test_the_official_client_gets_the_pipelines_frames(
@@ -100,9 +105,7 @@ def test_the_official_client_gets_the_pipelines_frames(
     again = http.post("/v1/jobs", json={**ASKED, "size": "64x32", "frames": FRAMES, "format": "png"}).json()
     job = finished(http, again["id"])
     assert job["status"] == "succeeded", job
-    film = Image.open(BytesIO(http.get(job["images"][0]["url"]).content))
-    # The iterator yields one object, at another frame each time.
-    drawn = [frame.convert("RGB") for frame in ImageSequence.Iterator(film)]
+    drawn = frames_in(http.get(job["images"][0]["url"]).content)
     assert len(drawn) == FRAMES
     difference = np.abs(np.stack([np.asarray(frame).astype(int) for frame in drawn]) - frames)
     assert difference.max() <= 1
@@ -115,12 +118,28 @@ def test_the_official_client_gets_the_pipelines_frames(
     receipt = Receipt.model_validate_json(metadata_of(tmp_path / "served.mp4")[PNG_KEYWORD])
     assert (receipt.frames, receipt.fps, receipt.frames_digest) == (FRAMES, FPS, frames_digest(drawn))
 
-    with av.open(BytesIO(data)) as file:
-        (stream,) = file.streams
-        decoded = [frame.to_ndarray(format="rgb24").astype(int) for frame in file.decode(stream)]
-        assert (stream.codec_context.name, stream.average_rate) == ("h264", FPS)
-    assert np.shape(decoded) == frames.shape
-    assert np.abs(np.mean(decoded, (1, 2)) - np.mean(frames, (1, 2))).max() < 6
+
+def test_frames_come_chunk_by_chunk(http: httpx.Client):
+    client = Client(str(http.base_url))
+    asked = {"model": "chunks", "size": "32x32", "frames": 17, "format": "png", "seed": 5}
+    job = client.submit("a fox", steps=STEPS, **asked)
+    told = list(client.events(job.id))
+    names = [event.event for event in told]
+    assert [names.count(name) for name in ("step", "frames")] == [9, 3]
+    chunks = [event.data for event in told if event.event == "frames"]
+    assert [(chunk["part"], chunk["first"], chunk["count"]) for chunk in chunks] == [(0, 0, 1), (1, 1, 8), (2, 9, 8)]
+    assert client.file(job.id, 0, 1) == http.get(chunks[1]["url"]).content
+    shown = [frame.tobytes() for chunk in chunks for frame in frames_in(http.get(chunk["url"]).content)]
+    assert shown == [frame.tobytes() for frame in frames_in(client.file(job.id))]
+    assert http.get(f"/v1/jobs/{job.id}/images/0?part=3").status_code == 404
+
+    # A job ends between two chunks, and the next one is drawn.
+    id = http.post("/v1/videos", json=asked | {"prompt": "a fox", "steps": 99}).json()["id"]
+    for event in client.events(id):
+        if event.event == "frames":
+            assert http.delete(f"/v1/videos/{id}").json()["deleted"]
+    assert http.get(f"/v1/jobs/{id}").json()["status"] == "cancelled"
+    assert finished(http, client.submit("a fox", steps=1, **asked).id)["status"] == "succeeded"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +161,6 @@ def test_what_is_refused(http: httpx.Client, more: dict[str, Any], words: str):
 
 
 def test_the_model_says_what_its_videos_are(http: httpx.Client):
-    (card,) = http.get("/v1/models").json()["data"]
+    card, _ = http.get("/v1/models").json()["data"]
     assert (card["video"], card["frames"], card["fps"], card["frame_multiple"]) == (True, 161, 25, 4)
     assert card["batching"], card["why"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import ditmesh
 from ditmesh.comm.mesh import Mesh
 from ditmesh.config import ParallelConfig
 from ditmesh.memory.walk import walk_encoder
-from ditmesh.strategies.text_encoders import in_slices
+from ditmesh.strategies.text_encoders import TextEncoders, in_slices
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 64,
@@ -62,6 +63,9 @@ def sliced(names: list[str]) -> dict[str, dict[str, Any]]:
     """For every encoder the largest relative difference of a hidden state, what a rank holds, and the way back."""
     mesh = Mesh(ParallelConfig(ulysses=2))
     ids = torch.randint(3, 500, (2, 9), generator=torch.Generator().manual_seed(1))
+    # Where a rank computes is another device than the one on which encoders are cut.
+    apart = SimpleNamespace(world=mesh.world, device=torch.device("meta"))
+    context: Any = SimpleNamespace(config=ParallelConfig(ulysses=2, text_encoder="tensor"), mesh=apart)
     results = {}
     for name in names:
         encoder: Any = made(name)
@@ -75,12 +79,15 @@ def sliced(names: list[str]) -> dict[str, dict[str, Any]]:
             held, stored = sum(each.numel() for each in counted), sum(each.nbytes for each in encoder.parameters())
             states = encoder(input_ids=ids, output_hidden_states=True)
             slices.close()
+        moved: Any = made(name)
+        TextEncoders(context)._made(name, moved)
         pairs = [*zip(truth.hidden_states, states.hidden_states, strict=True)]
         if getattr(truth, "logits", None) is not None:
             pairs.append((truth.logits, states.logits))
         results[name] = {
             "difference": max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs),
             "held": held / total,
+            "moved": {each.device.type for each in moved.parameters()},
             "stored": stored,
             "restored": all(torch.equal(value, weights[key]) for key, value in encoder.state_dict().items()),
         }
@@ -93,6 +100,7 @@ def test_embeddings_of_every_family(ranks):
             assert result["difference"] < 1e-5, name
             assert result["held"] <= 0.55, name
             assert result["restored"], name
+            assert result["moved"] == {"meta"}, name
             cls, config = ENCODERS[name]
             among = ParallelConfig(ulysses=2, text_encoder="tensor")
             walked = walk_encoder(cls.__name__, config.to_dict(), among, 9, torch.float32)

@@ -7,6 +7,7 @@ from test_parity import name_of
 
 from ditmesh.config import ParallelConfig
 from support.gradients import STALE, mixed_precision, ordered_data, ordered_step, refusals, trained, training_step
+from support.models import MAKERS
 
 MODELS = ["DiT", "PixArt", "SD3", "Flux", "Wan", "CogVideoX", "HunyuanVideo"]
 # Every strategy and every model; the rest of the product is the matrix.
@@ -21,6 +22,7 @@ CELLS = [
     ("DiT", {"ulysses": 2, "ring": 2}),
     ("Flux", {"tensor": 2, "ulysses": 2}),
     ("PixArt", {"data": 2, "ulysses": 2, "inputs": "per-data-rank"}),
+    ("MiniMaxH3", {"tensor": 2, "ulysses": 2}),
 ]
 EXACT = {"float64": 1e-9, "float32": 1e-4}
 
@@ -85,7 +87,6 @@ def test_refusals(ranks):
         assert found.pop("nothing to train") == ""
         assert "attention='frozen' passes no gradient on" in found.pop("kernel")
         assert "attention='frozen' passes no gradient on" in found.pop("kernel by tiles")
-        assert "cannot be trained with the text tokens whole on every rank" in found.pop("whole text")
         assert "inputs='per-data-rank'" in found.pop("rows")
         assert "transformer_blocks.1.dropping.p = 0" in found.pop("dropout")
         assert "argument hidden_states (rank 1 differs from rank 0)" in found.pop("inputs")
@@ -102,19 +103,22 @@ def test_mixed_precision(ranks):
         assert error <= 2 * of_one_device
 
 
+# Blocks of two mix tokens; Chroma with a mask has other bits and gradients under activation checkpointing: open.
+UNTRAINED = ("Sana", "Latte", "Chroma")
 IN_ORDER = [{}, {"ulysses": 2}, {"ring": 3}, {"ulysses": 2, "ring": 2}, {"ulysses": 2, "speeds": (3, 1)}]
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=[] if m == "Wan" else pytest.mark.matrix) for m in [*MODELS, "QwenImage"]]
+    "model", [pytest.param(m, marks=[] if m == "Wan" else pytest.mark.matrix) for m in MAKERS if m not in UNTRAINED]
 )
 def test_the_same_bits_on_any_number_of_ranks(ranks, model):
     """Reproducible mode, on 1, 2, 3 and 4 ranks: every gradient's, with and without activation checkpointing."""
     bits = {}
-    for config in IN_ORDER:
+    for config in IN_ORDER if model in MODELS else IN_ORDER[:3]:
         for found in ranks(ParallelConfig(**config).world_size).run(ordered_step, model, config):
-            for what, ((worst, name), digest) in found.items():
-                assert worst <= EXACT["float32"], (config, what, worst, name)
+            for what, ((worst, name), digest, same) in found.items():
+                assert same, (config, what)
+                assert worst <= 1e-5, (config, what, worst, name)
                 assert bits.setdefault(what.split(",")[0], digest) == digest, (config, what)
 
 

@@ -5,6 +5,7 @@ The caches are the models' own, and so is the code that writes to them, cuts win
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,18 +75,18 @@ def references() -> Program:
 
 
 def pipeline(name: str, heads: int) -> Program:
-    """A pipeline; of its transformer the latest cache is looked at."""
-    pipe, kept = EXAMS[name].make(), dict[str, Any]()
+    """A pipeline; its cache is looked at after each call of its transformer: some are empty in the end."""
+    pipe, kept = EXAMS[name].make(), [0]
 
-    def note(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-        kept.update((key, value) for key, value in kwargs.items() if key in ("kv_cache", "kv_caches") and value)
+    def note(_: nn.Module, __: Any, kwargs: dict[str, Any], ___: Any) -> None:
+        kept.append(bytes_of([value for key, value in kwargs.items() if key in ("kv_cache", "kv_caches")]))
 
-    pipe.transformer.register_forward_pre_hook(note, with_kwargs=True)
+    pipe.transformer.register_forward_hook(note, with_kwargs=True)
 
     def draw() -> tuple[list[Tensor], Any]:
-        kept.clear()
+        kept[:] = [0]
         torch.manual_seed(0)
-        return tensors(drawn(pipe, EXAMS[name].call([1]))), kept
+        return tensors(drawn(pipe, EXAMS[name].call([1]))), max(kept)
 
     return pipe, draw, heads
 
@@ -93,7 +94,7 @@ def pipeline(name: str, heads: int) -> Program:
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "SanaWMLTX2Refiner": windows,
     "WanAnimate2": references,
-    "QwenImage21": lambda: pipeline("QwenImage21Pipeline", 2),
+    "QwenImage21": lambda: pipeline("QwenImage21Pipeline", 4),
     "GlmImage": lambda: pipeline("GlmImagePipeline image", 4),
     "Flux2": lambda: pipeline("Flux2KleinKVPipeline pictures", 4),
     "AnyFlowFAR": lambda: pipeline("AnyFlowFARPipeline", 2),
@@ -111,7 +112,8 @@ def kept_in(value: Any) -> Iterator[Tensor]:
 
 
 def bytes_of(cache: Any) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept_in(cache))
+    """Of a cache, or as they were counted."""
+    return cache if isinstance(cache, int) else sum(tensor.untyped_storage().nbytes() for tensor in kept_in(cache))
 
 
 def chunk_by_chunk(name: str, config: dict[str, Any]) -> tuple[list[float], float, float]:
@@ -141,9 +143,11 @@ CASES = [
 @pytest.mark.parametrize(("name", "config"), CASES)
 def test_chunk_by_chunk(ranks, name, config):
     number = config.get("ulysses", config.get("ring"))
-    for errors, share, own in ranks(number).run(chunk_by_chunk, name, config):
-        assert max(errors) <= (0 if number == 2 else TOLERANCE)
-        assert share == pytest.approx(own, abs=1e-3)
+    errors, shares, heads = zip(*ranks(number).run(chunk_by_chunk, name, config), strict=True)
+    assert max(max(errors)) <= (0 if number == 2 else TOLERANCE)
+    # Lists of blocks may have their spare heads on unlike ranks.
+    assert sum(shares) == pytest.approx(sum(heads), abs=1e-3), shares
+    assert max(shares) <= max(heads) + 1e-3, shares
 
 
 def mixed(config: dict[str, Any]) -> str:
@@ -166,7 +170,7 @@ def refusal(config: dict[str, Any]) -> str:
         with pytest.raises(ditmesh.ConfigError) as error:
             draw()
         # And no second call that every rank would make as one device does.
-        with pytest.raises(ditmesh.errors.DitmeshError):
+        with pytest.raises(ditmesh.ConfigError, match=re.escape(str(error.value))):
             draw()
     with torch.no_grad():
         draw()

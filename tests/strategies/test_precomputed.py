@@ -25,10 +25,9 @@ from ditmesh.core.arguments import Arguments, parameter_names
 from ditmesh.core.clock import CallClock, timestep_among
 from ditmesh.core.partial_run import PartialRun, Unknown, partial_run, unknown_like
 from ditmesh.core.patching import CallChain
-from ditmesh.generate.loading import ahead_stays
+from ditmesh.generate.loading import weights_stay
 from ditmesh.parts.part import whole_of
 from ditmesh.strategies import ahead
-from ditmesh.strategies.ahead import modules_ahead, usually_ahead
 from ditmesh.strategies.precomputed import PrecomputedModel
 from ditmesh.strategies.sharded import ShardedWeights
 from ditmesh.strategies.tensor.parallel import TensorParallel
@@ -129,14 +128,7 @@ def called(model: nn.Module, part: PrecomputedModel | None, call: dict[str, Any]
 
     with torch.no_grad():
         output = proceed(given) if part is None else part.around_call(proceed, given)
-    return flat(output)
-
-
-def flat(output: Any) -> list[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        return [output]
-    items = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    return [tensor for item in items for tensor in flat(item)]
+    return tensors(output)
 
 
 def share(
@@ -301,10 +293,8 @@ def drawn(name: str, config: dict[str, Any], frees: bool = False, **more: Any) -
         *(
             pytest.param(config, marks=pytest.mark.matrix)
             for config in (
-                {"data": 2},
                 {"ring": 2, "exchange": "gather"},
                 {"ulysses": 2, "reproducible": True},
-                {"ulysses": 2, "shard": 2},
                 {"data": 2, "shard": 2},
                 {"pipe": 2, "patches": 4, "reproducible": True},
             )
@@ -343,17 +333,13 @@ def test_weights_are_away_in_every_step():
     assert gone > 0.2 * whole
 
 
-def test_modules_are_known_before_any_call():
-    assert {"time_text_embed", "norm_out.linear"} <= {*modules_ahead(tiny("Flux"))}
-    assert usually_ahead("NoSuchModel", {}, torch.float32).modules == ()
-
-
 def test_weights_stay_in_host_memory_while_the_rest_moves():
     pipe = DiffusionPipeline.from_pretrained(zoo.path("emoji-flux"))
     # A device that differs from the CPU, and needs no hardware.
     device = torch.device("meta")
-    with ahead_stays(pipe, ParallelConfig(precompute=True), device):
-        pipe.transformer.to(device)
+    with weights_stay(pipe, ParallelConfig(ulysses=2, precompute=True, text_encoder="tensor"), device):
+        pipe.to(device)
+    assert {part.device.type for part in (pipe.text_encoder, pipe.text_encoder_2)} == {"cpu"} != {pipe.vae.device.type}
     devices = {name: parameter.device.type for name, parameter in pipe.transformer.named_parameters()}
     assert devices["time_text_embed.timestep_embedder.linear_1.weight"] == "cpu"
     assert devices["transformer_blocks.0.attn.to_q.weight"] == "meta"
@@ -448,7 +434,9 @@ def test_every_reviewed_class_on_every_axis(ranks, name, dtype):
     assert every[0].keys() == every[1].keys()
     for results in every:
         assert all(same for same, _ in results.values()), results
-        assert results[str(AXES[0])][1] if str(AXES[0]) in results else True, results
+        # Of two samples the values of Chroma's tiny approximator are larger than its weights.
+        axis = str({"cfg": 2} if name == "Chroma" else AXES[0])
+        assert results[axis][1] if axis in results else True, results
 
 
 def broken_off(config: dict[str, Any], where: str) -> tuple[str, float, str, str]:

@@ -13,7 +13,7 @@ from ditmesh.errors import ConfigError, LayoutError
 from ditmesh.parts.part import whole_of
 from ditmesh.strategies.virtual import ask, run_together
 from support.models import MAKERS, RAGGED, inputs, run, sizes, tiny, variant
-from support.reproducible import digest, forward_bits, pipeline_bits, pipeline_error
+from support.reproducible import digest, forward_bits, pipeline_bits, pipeline_error, row_bits
 from support.sample import sampled
 from support.stale import moving
 
@@ -92,6 +92,26 @@ def test_odd_lengths_and_head_sizes(ranks, name, head_dim):
     """49 image and 13 text tokens, and B=2 with ragged masks; 3 heads where the size of heads is given."""
     configs = {1: [{}], 2: [{"ulysses": 2}, {"ring": 2, "speeds": (2, 1)}], 3: [{"ulysses": 3}], 4: [{"ring": 4}]}
     found = gathered(ranks, forward_bits, configs, name, head_dim)
+    assert len({str(value) for value in found.values()}) == 1, found
+
+
+# Eight rows; data ranks that have rows of their own are trained.
+OWN = {"data": 2, "inputs": "per-data-rank"}
+BATCHES: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{"ulysses": 2}, {"ring": 2, "speeds": (3, 1)}, {"cfg": 2}, {"data": 2}, OWN],
+    3: [{"ulysses": 3}, {"ring": 3}],
+    4: [{"ulysses": 2, "ring": 2}, {"ring": 2, "cfg": 2}, {**OWN, "ulysses": 2}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("SD3", 1), ("Flux", 2), *(pytest.param(name, 4, marks=pytest.mark.matrix) for name in CLASSES)]
+)
+def test_rows_of_any_batch_with_and_without_gradients(ranks, name, most):
+    """A row is computed with gradients as it was drawn without: its likelihood is the same to the bit."""
+    configs = {world: wanted for world, wanted in BATCHES.items() if world <= most}
+    found = gathered(ranks, row_bits, configs, name)
     assert len({str(value) for value in found.values()}) == 1, found
 
 

@@ -13,7 +13,7 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class _Reached(Exception):
     """The call that is to be recorded."""
 
 
-@cache
+# Tests go class by class, and up to 24 ranks of two processes keep what they have made.
+@lru_cache(maxsize=8)
 def recording(name: str, form: str) -> tuple[nn.Module, dict[str, Any]]:
     """The model that a pipeline calls, and its arguments by name."""
     row = ROWS_OF_CLASSES[name]["forms"][form]
@@ -210,35 +211,6 @@ def joy_plus(shapes: list[list[tuple[int, int, int]]], lengths: list[int]) -> di
     )
 
 
-def minimax(keyframes: int) -> dict[str, Any]:
-    """Text, clean ``keyframes``, sound and video in one sequence, each with its place in time, row and column."""
-    sound, frame = 11, ROWS * COLS
-    given, video = keyframes * frame, FRAMES * frame
-    total = TEXT + given + sound + video
-    grid = torch.cartesian_prod(torch.arange(ROWS), torch.arange(COLS)).double()
-    places = torch.zeros(total, 3, dtype=torch.float64)
-    places[:TEXT, 0] = torch.arange(TEXT)
-    places[TEXT : TEXT + given] = torch.cat([torch.full((frame, 1), float(TEXT)), grid], 1).repeat(keyframes, 1)
-    places[TEXT + given : -video, 0] = TEXT + 0.5 * torch.arange(sound)
-    times = TEXT + torch.arange(FRAMES).repeat_interleave(frame)
-    places[-video:] = torch.cat([times[:, None], grid.repeat(FRAMES, 1)], 1)
-    text, before, heard, seen = torch.arange(total).split([TEXT, given, sound, video])
-    none = torch.zeros(total, dtype=torch.long)
-    return written(
-        hidden_states=(1, given + video, 16),
-        audio_hidden_states=(1, sound, 6),
-        encoder_hidden_states=(1, TEXT, TEXT_DIM),
-        timestep=torch.tensor([0.0, 0.6, 0.6]),
-        timestep_indices=none.index_fill(0, seen, 1).index_fill(0, heard, 2),
-        attention_kwargs=None,
-        token_tags=none.index_fill(0, text, 1).index_fill(0, heard, 2),
-        position_ids=places,
-        video_indices=torch.cat([before, seen]),
-        audio_indices=heard,
-        text_indices=text,
-    )
-
-
 def proteina(lengths: list[int], passes: int = 0) -> dict[str, Any]:
     batch, longest = len(lengths), max(lengths)
     atoms = ("hbond", "pistack", "pication", "saltbridge", "hydrophobic", "metal_coord", "hotspot")
@@ -333,7 +305,7 @@ CHANGES = {
     one.__name__: one for one in (flex, heard, beside_a_picture, exchanged, last, conditioned, as_control, text_alone)
 }
 MODELS = {one.__name__: one for one in (flex, dreamlite, animate_2)}
-CALLS = {one.__name__: one for one in (unet_part, joy_plus, minimax, proteina, refiner, animate_2_call, spectrogram)}
+CALLS = {one.__name__: one for one in (unet_part, joy_plus, proteina, refiner, animate_2_call, spectrogram)}
 ROWS_OF_CLASSES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("calls.json").read_text("utf-8"))
 CASES: dict[str, Case] = {
     name: Case(partial(made, name), {form: partial(call_of, name, form) for form in row["forms"]})

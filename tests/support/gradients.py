@@ -61,8 +61,12 @@ def fresh(name: str, size: Size, dtype: torch.dtype, seed: int = 0) -> dict[str,
 
 def loss_of(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
     """A loss of the whole output in which every element has a weight of its own."""
+    return weighted(output_of(model, arguments))
+
+
+def output_of(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
     output = model(**arguments)[0]
-    return weighted(torch.cat([one.flatten() for one in output]) if isinstance(output, list) else output)
+    return torch.cat([one.flatten() for one in output]) if isinstance(output, list) else output
 
 
 def weighted(output: Tensor) -> Tensor:
@@ -285,7 +289,6 @@ def refusals() -> dict[str, str]:
         kernels.register(Frozen())
         note("kernel", {"ulysses": 2, "attention": "frozen"})
         note("kernel by tiles", {"ulysses": 2, "attention": "frozen", "reproducible": True})
-    note("whole text", {"ulysses": 2, "reproducible": True, "text": "replicate"})
     note("rows", {"data": 2, "reproducible": True})
     block = model.transformer_blocks[1]
     block.dropping = torch.nn.Dropout(0.1)
@@ -327,10 +330,11 @@ def mixed_precision(config: dict[str, Any]) -> tuple[float, float]:
 
 def ordered_step(
     name: str, config: dict[str, Any], size: str = "B=2 ragged"
-) -> dict[str, tuple[tuple[float, str], str]]:
+) -> dict[str, tuple[tuple[float, str], str, bool]]:
     """Gradients in reproducible mode: their worst error against the unmodified model, and a digest of their bits.
 
-    Of two calls under way, without activation checkpointing and with it after a forward without gradients.
+    Of two calls under way, without activation checkpointing and with it; and whether both have the outputs of calls
+    without gradients before them, to the bit.
     """
     model = copy.deepcopy(tiny(name))
     shapes = [sizes(name)[size], sizes(name)["B=1"]]
@@ -344,15 +348,16 @@ def ordered_step(
                 calls = [fresh(name, shape, torch.float32, seed) for seed, shape in enumerate(shapes)]
                 if checkpointing:
                     model.enable_gradient_checkpointing()
-                    with torch.no_grad():
-                        model(**calls[0])
-                losses = [loss_of(model, call) for call in calls]
-                for what, loss, call, truth in zip(("one", "other"), losses, calls, truths, strict=True):
-                    loss.backward()
+                with torch.no_grad():
+                    drawn = [output_of(model, call) for call in calls]
+                outputs = [output_of(model, call) for call in calls]
+                same = all(map(torch.equal, drawn, outputs))
+                for what, output, call, truth in zip(("one", "other"), outputs, calls, truths, strict=True):
+                    weighted(output).backward()
                     reduce_gradients(model, mesh)
                     values = collected(model, call)
                     bits = digest(sorted((key, tensor_digest(value)) for key, value in values.items()))
-                    found[f"{what} call, checkpointing={checkpointing}"] = error(values, truth), bits
+                    found[f"{what} call, checkpointing={checkpointing}"] = error(values, truth), bits, same
                     model.zero_grad(set_to_none=True)
         model.disable_gradient_checkpointing()
     return found

@@ -117,6 +117,7 @@ WAYS = {
     "Cosmos": CallVariant("bcfhw", masked="text"),
     "Cosmos V2W": CallVariant("bcfhw", masked="text"),
     "Latte": CallVariant("bcfhw"),
+    "MiniMaxH3": CallVariant("bsc"),
 }
 
 
@@ -198,9 +199,9 @@ def inputs(name: str, size: Size, masks: bool = True) -> dict[str, Any]:
     return made
 
 
-def run(model: nn.Module, arguments: dict[str, Any]) -> torch.Tensor:
-    """One forward without gradients; several outputs (a list of pictures, video and audio) as one vector."""
-    with torch.no_grad():
+def run(model: nn.Module, arguments: dict[str, Any], recorded: bool = False) -> torch.Tensor:
+    """One forward, without gradients or with; several outputs (a list of pictures, video and audio) as one vector."""
+    with torch.set_grad_enabled(recorded):
         output = model(**arguments)
     outputs = [part for item in output for part in (item if isinstance(item, (list, tuple)) else [item])]
     return outputs[0] if len(outputs) == 1 else torch.cat([part.flatten() for part in outputs])

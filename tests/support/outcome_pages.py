@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,26 @@ def lines_of(head: Iterable[str], configs: Iterable[str], rows: Rows, summary: s
     return lines
 
 
+def rows_of(text: str, head: int, configs: Iterable[str]) -> Rows:
+    """What a page says, of whose table the first ``head`` columns are names."""
+    table, _, sentences = text.partition("## Error messages\n")
+    reasons: dict[tuple[str, str], str] = {}
+    for where, why in re.findall(r"^\* (.+?\)): (.+)$", sentences, re.MULTILINE):
+        for call, refusing in re.findall(r"(?:^|; )(.+?) \(([^()]*)\)", where):
+            reasons |= {(call, config): why for config in refusing.split(", ")}
+    rows: Rows = {}
+    for line in re.findall(r"^\| (?!-)(.+) \|$", table, re.MULTILINE)[1:]:
+        cells = line.split(" | ")
+        row = rows[tuple(cells[:head])] = {}
+        for config, cell in zip(configs, map(str.strip, cells[head:]), strict=True):
+            if cell:
+                refused = cell == "refused"
+                row[config] = (
+                    {"refused": reasons[" ".join(cells[:head]), config]} if refused else {"error": float(cell)}
+                )
+    return rows
+
+
 @contextmanager
 def page(
     name: str,
@@ -45,9 +66,15 @@ def page(
     configs: Iterable[str],
     summary: Callable[[Rows], str],
 ) -> Iterator[Rows]:
-    """Rows to fill, of which the page is written in the end if it is ``wanted``; ``summary`` is a sentence."""
-    rows: Rows = {}
+    """Rows to fill, of which the page is written in the end if it is ``wanted``; ``summary`` is a sentence.
+
+    Rows and cells that did not run stay as they are.
+    """
+    head, rows = list(head), Rows()
     yield rows
     if wanted and rows:
-        lines = lines_of(head, configs, rows, summary(rows))
+        merged = rows_of((DOCS / name).read_text(encoding="utf-8"), len(head), configs)
+        for key, row in rows.items():
+            merged[key] = {**merged.get(key, {}), **row}
+        lines = lines_of(head, configs, merged, summary(merged))
         (DOCS / name).write_text(introduction + "\n".join(lines) + "\n", encoding="utf-8")

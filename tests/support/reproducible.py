@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import ditmesh
 from support import more_pipelines, pipelines
@@ -90,7 +92,10 @@ def wide(name: str, head_dim: int) -> nn.Module:
 def forward_bits(
     name: str, configs: list[dict[str, Any]], head_dim: int | None = None, dtype: str = "float32"
 ) -> list[list[str]]:
-    """Digests of one forward at an odd size, and at B=2 with ragged masks, for every configuration."""
+    """Digests of one forward at an odd size, and at B=2 with ragged masks, for every configuration.
+
+    A forward with gradients has the bits of the one without.
+    """
     model = copy.deepcopy(tiny(name) if head_dim is None else wide(name, head_dim)).to(getattr(torch, dtype))
     found = []
     for config in configs:
@@ -99,4 +104,36 @@ def forward_bits(
             for size in sizes(name).values():
                 arguments = cast(inputs(name, size), getattr(torch, dtype))
                 found[-1].append(digest(run(model, arguments)))
+                if is_trained(config):
+                    recorded = run(model, arguments, recorded=True)
+                    assert recorded.requires_grad
+                    assert digest(recorded.detach()) == found[-1][-1], (name, config, size)
     return found
+
+
+def row_bits(name: str, configs: list[dict[str, Any]]) -> list[list[str]]:
+    """Digests of the rows of a batch of eight; with gradients, they are the same in batches of other sizes."""
+    model, whole = copy.deepcopy(tiny(name)), inputs(name, replace(sizes(name)["B=2 ragged"], batch=8))
+    found = []
+    for config in configs:
+        with ditmesh.parallelized(model, config):
+            with torch.inference_mode():
+                found.append([digest(row) for row in run(model, whole)])
+            for rows in ([6], [7, 0, 3], [*range(8)]) if is_trained(config) else ():
+                part = tree_map(partial(some, rows), whole, is_leaf=lambda value: isinstance(value, list))
+                recorded = run(model, part, recorded=True)
+                assert recorded.requires_grad
+                assert [digest(row) for row in recorded.detach()] == [found[-1][row] for row in rows], (config, rows)
+    return found
+
+
+def is_trained(config: dict[str, Any]) -> bool:
+    """True if gradients are not refused in reproducible mode: branches of guidance, and rows that ranks share."""
+    return "cfg" not in config and ("data" not in config or "inputs" in config)
+
+
+def some(rows: list[int], value: Any) -> Any:
+    """These rows of an argument that has eight."""
+    if isinstance(value, list):
+        return [value[row] for row in rows] if len(value) == 8 else value
+    return value[rows] if getattr(value, "shape", ())[:1] == (8,) else value

@@ -165,7 +165,7 @@ class FakeBackend:
         finally:
             self.open_streams -= 1
 
-    async def result(self, id: str, index: int, owner: str) -> ResultFile:
+    async def result(self, id: str, index: int, owner: str, part: int | None = None) -> ResultFile:
         job = self._of(id, owner)
         path = self._path(job, index)
         if index >= len(job.images) or not path.exists():

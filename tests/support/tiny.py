@@ -1,4 +1,4 @@
-"""Whole pipelines with random weights, small enough to be made in a second: Stable Diffusion 3, and two for videos."""
+"""Whole pipelines with random weights, small enough to be made in a second: Stable Diffusion 3, and some for videos."""
 
 from __future__ import annotations
 
@@ -67,6 +67,19 @@ def save_tiny_ltx(folder: Path) -> Path:
         tokenizer=letters_tokenizer(folder / "words"),
     )
     return _saved(pipe, folder / "tiny-ltx")
+
+
+def save_tiny_anyflow(folder: Path) -> Path:
+    """Write a pipeline that draws 17 frames in chunks of 1, 2 and 2 frames of latents, and return its folder."""
+    torch.manual_seed(0)
+    pipe = diffusers.AnyFlowFARPipeline(
+        tokenizer=letters_tokenizer(folder / "words"),  # pyright: ignore[reportArgumentType]
+        text_encoder=component("umt5 saved"),
+        transformer=component("AnyFlowFARTransformer3DModel", text_dim=32),
+        vae=component("Wan vae saved", latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.7, 1.1, 2.0]),
+        scheduler=diffusers.FlowMapEulerDiscreteScheduler(),
+    )
+    return _saved(pipe, folder / "tiny-anyflow")
 
 
 def _saved(pipe: Any, folder: Path) -> Path:

@@ -1,6 +1,5 @@
 """Pipelines of diffusers' own tests that have a transformer, and calls that training refuses, with a word of why."""
 
-
 # By class, of diffusers' repository at 58eb52c0803e: `pipeline_class` of its tests, without modular pipelines.
 NAMES = """
 AceStep Allegro AnyFlowFAR AnyFlow AuraFlow BriaFiboEdit BriaFibo Bria ChromaImg2Img Chroma ChronoEdit

@@ -21,7 +21,7 @@ from support.train import configured, data_and_model, loaded, losses_of, tiny_se
 CONFIGS = {
     "ulysses": {"parallel": {"ulysses": 2}},
     "ring": {"parallel": {"ring": 2, "shared_memory": False}},
-    "data": {"parallel": {"data": 2}},
+    "data": {"parallel": {"data": 2}, "sharding": "none"},
     "tensor": {"parallel": {"tensor": 2}},
     "ddp": {"parallel": {"data": 2}, "sharding": "ddp"},
     "fsdp": {"parallel": {"data": 2}, "sharding": "fsdp"},

@@ -19,17 +19,6 @@ from ditmesh.train.settings import DataSetConfig, LoraConfig, ReinforceConfig, R
 from support.train import configured
 
 PAGE = Path(__file__).parents[2] / "docs" / "training-settings.md"
-HEAD = """# Settings of a training run
-
-A training run is a YAML file with these settings ([training](training.md)). `--set NAME=VALUE` changes a setting on the
-command line; a dot separates a group from its setting:
-
-```text
-ditmesh train run.yaml --devices 2 --set optimizer.learning_rate=1e-5 --set lora.rank=8
-```
-
-`pytest tests/train/test_train_settings.py --write-support` generates this page from `ditmesh.train.TrainConfig`.
-"""
 
 
 def values(schema: dict[str, Any]) -> str:
@@ -85,7 +74,7 @@ MODELS = (
 
 
 def as_markdown() -> str:
-    parts = [HEAD]
+    parts = [PAGE.read_text(encoding="utf-8").partition("\n## ")[0]]
     for title, model, prefix in MODELS:
         schema = model.model_json_schema()["properties"]
         parts.append(f"\n## {title}\n\n| setting | value | default | meaning |\n|---|---|---|---|\n")

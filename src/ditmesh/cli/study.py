@@ -138,15 +138,16 @@ def study(
 
     ditmesh study fox owl --model emoji-dit-s --sampler ddim,dpm --warmup "0,2,4,adaptive(0.05)" --images 4
     """
-    from ..generate.job import check_layout, check_named
+    from ..generate.job import check_named
     from ..lab.pages.charts import check_charts
+    from ..layout.probe import layout_of_class
 
     check_charts()
     check_named(options.out)
     if options.launcher is not None and not options.real:
         raise InputError(f"--launcher {options.launcher} starts real ranks, and all are simulated; add --real")
     plan, info = _plan(options, prompts, model)
-    check_layout(info)
+    layout_of_class(info.transformer_class, info.transformer)
     made_by = _provenance(context.obj or ())
     emit(_run(plan, options, made_by), as_json, _say)
 

@@ -5,6 +5,7 @@ Transformers, and ControlNets beside one: their tokens are cut, and gathered whe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -20,7 +21,7 @@ from ..core.arguments import Arguments, given
 from ..core.generators import default_states, set_default_states
 from ..core.patching import CallChain, Proceed
 from ..core.request import PipelineCall
-from ..errors import ConfigError, InputError, LayoutError
+from ..errors import ConfigError, DitmeshError, InputError, LayoutError
 from ..layout import TokenLayout
 from ..layout.derive import derive_layout, derive_rows
 from ..recipe import Recipe, check_recipe
@@ -60,6 +61,8 @@ class FirstCall:
         self._undo = ExitStack()
         self._pipes: list[Any] = []
         self._inside = False
+        # Why no engine could be opened.
+        self._refusal: DitmeshError | None = None
         self._wait()
 
     def _wait(self) -> None:
@@ -107,8 +110,9 @@ class FirstCall:
             engine.open(target)
             for pipe in others:
                 engine.attach(pipe)
-        except BaseException:
-            # So that the next call fails, too: it would run on every rank as on one device.
+        except BaseException as error:
+            # So that the next call fails, too, for this reason: it would run on every rank as on one device.
+            self._refusal = copy.copy(error) if isinstance(error, DitmeshError) else None
             self._wait()
             raise
         return engine
@@ -133,6 +137,8 @@ class FirstCall:
 
     def _around_call(self, model: nn.Module, proceed: Proceed, arguments: Arguments) -> Any:
         """Derive the layout in the first call, and run the call with it."""
+        if self._refusal is not None:
+            raise copy.copy(self._refusal)
         layouts = self._derive(model, proceed, arguments)
         if self._inside:
             raise _Derived(layouts)

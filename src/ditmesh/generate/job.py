@@ -28,7 +28,6 @@ from ..request import (
     size_of,
 )
 from ..requirements import not_installed
-from ..strategies import support
 from ..strategies.heads import check_heads
 from .arguments import check_output, video_call
 from .files import InputFile, check_encoder, check_mask_support, check_roles, input_size, open_video, pipeline_for
@@ -158,8 +157,6 @@ def check_job(job: PictureJob, model: ModelInfo, devices: int) -> None:
     """Reject a job that cannot be generated or written, as far as the model's JSON files tell, in one sentence."""
     check_content(job, model, devices)
     check_folder(job.out)
-    if devices > 1:
-        check_layout(model)
 
 
 def check_content(job: PictureJob, model: ModelInfo, devices: int) -> None:
@@ -247,17 +244,6 @@ def makes_videos(pipeline: str) -> bool | None:
     """True if a pipeline class generates videos; None: it is not a diffusers class."""
     parameters = parameters_of(pipeline)
     return video_call(parameters) if parameters else None
-
-
-def check_layout(model: ModelInfo) -> None:
-    """Reject a transformer without a derivable layout, before any rank loads its weights.
-
-    A class that the support table does not know is probed here, with two blocks and random weights.
-    """
-    if model.transformer_class not in support.support_table():
-        from ..layout.probe import layout_of_class
-
-        layout_of_class(model.transformer_class, model.transformer)
 
 
 def check_config(

@@ -26,6 +26,7 @@ from ..memory.check import check_memory as check_fits
 from ..memory.check import choose_for_ranks
 from ..strategies.ahead import modules_ahead
 from ..strategies.pipefusion.stages import is_away
+from ..strategies.text_encoders import encoders_of
 from .components import read_saved
 from .model_info import ModelInfo, find_model
 from .modular import download
@@ -105,7 +106,7 @@ def load(
         alike = dist.is_available() and dist.is_initialized() and mesh.world.size == dist.get_world_size()
         pipe = read_pipeline(info, config, mesh, dtype, variant, together=alike, **components)
         if mesh.device.type != "cpu":
-            with ahead_stays(pipe, config, mesh.device):
+            with weights_stay(pipe, config, mesh.device):
                 pipe.to(mesh.device)
         parallelize(pipe, config, mesh=mesh)
         if owned:
@@ -115,18 +116,23 @@ def load(
 
 
 @contextmanager
-def ahead_stays(pipe: Any, config: ParallelConfig | str, device: torch.device) -> Iterator[None]:
-    """Weights of modules that ``precompute`` computes ahead stay in host memory, whatever moves to a GPU inside."""
+def weights_stay(pipe: Any, config: ParallelConfig | str, device: torch.device) -> Iterator[None]:
+    """Inside, weights that are not to be whole on a GPU stay in host memory, whatever moves there.
+
+    They are those of modules that ``precompute`` computes ahead, and of text encoders that ranks are to cut.
+    """
     held: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
-    if device.type != "cpu" and isinstance(config, ParallelConfig) and config.precompute:
-        for model in denoisers(pipe):
-            for path in modules_ahead(model):
-                for module in model.get_submodule(path).modules():
-                    for name, parameter in module.named_parameters(recurse=False):
-                        # Weights of other types, such as quantised ones, have more than their data.
-                        plain = type(parameter.data) is torch.Tensor and not is_away(parameter)
-                        if plain and parameter.device.type == "cpu":
-                            held.append((module, name, parameter, parameter.data))
+    if device.type != "cpu" and isinstance(config, ParallelConfig):
+        models = denoisers(pipe) if config.precompute else []
+        parts = [model.get_submodule(path) for model in models for path in modules_ahead(model)]
+        if config.text_encoder == "tensor" and config.world_size > 1:
+            parts += encoders_of(pipe).values()
+        for module in (module for part in parts for module in part.modules()):
+            for name, parameter in module.named_parameters(recurse=False):
+                # Weights of other types, such as quantised ones, have more than their data.
+                plain = type(parameter.data) is torch.Tensor and not is_away(parameter)
+                if plain and parameter.device.type == "cpu":
+                    held.append((module, name, parameter, parameter.data))
     for *_, parameter, data in held:
         parameter.data = data.new_empty(0)
     try:

@@ -74,6 +74,15 @@ def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
     return inputs
 
 
+def component_names(kind: type) -> list[str]:
+    """Names of the components that a pipeline of a class may have."""
+    import diffusers
+
+    if issubclass(kind, diffusers.ModularPipeline) and (name := kind.default_blocks_name) is not None:
+        return [spec.name for spec in getattr(diffusers, name)().expected_components]
+    return list(inspect.signature(kind.__init__).parameters)
+
+
 def _guider(pipe: Any, blocks: Any) -> Any:
     """The guider that takes the guidance of a request, of a class the usual one; None: an input does, or nothing."""
     guider = getattr(pipe, "guider", None)

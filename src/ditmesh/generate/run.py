@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from ..core.files import free_names, written_whole
 from ..launch import MessageSink
 from ..launch.pool import PRELOAD as OF_ANY_RANK
 from .arguments import denoising_steps
@@ -16,6 +19,7 @@ from .model_info import find_model
 from .outputs import PipelineOutput, VideoFrames
 from .receipt import write_free
 from .runner import PipelineRunner, Prepared, rank_of_process
+from .video import write_mp4
 
 # Modules that ranks import once, before they are forked.
 PRELOAD = (*OF_ANY_RANK, __name__, "ditmesh.engine", "ditmesh.generate.loading", "ditmesh.core.digests")
@@ -58,19 +62,36 @@ def generate(job: PictureJob, *, report: MessageSink | None = None) -> float:
             # The clock starts when all ranks are here. On the host: NCCL's barrier would be for the world's own
             # communicator, and a rank that has ended would be missed at the deadline only.
             gather_objects(None)
-        outputs = runner.run(prepared, stepped)
+        parts: list[Path] = []
+        outputs = runner.run(prepared, stepped, partial(_save_part, prepared, parts, say))
         total += runner.facts["seconds"]
         _note(say, runner.facts.get("cut"))
         for note in () if noted else engine_of(pipe).notes():
             say(UserNote(note))
         noted = True
         _save_all(runner, numbers, prepared, outputs, say)
+        for path in parts:
+            path.unlink(missing_ok=True)
     return total
 
 
 def _note(report: MessageSink, text: str | None) -> None:
     if text is not None:
         report(UserNote(text))
+
+
+def _save_part(prepared: Prepared, parts: list[Path], report: MessageSink, part: int, first: int, frames: Any) -> None:
+    """Write the frames of a chunk of each video of a call, on rank 0, to files that are added to ``parts``."""
+    if rank_of_process() > 0:
+        return
+    videos = prepared.pipe.video_processor.postprocess_video(frames, output_type="pil")
+    for place, (video, index) in enumerate(zip(videos, prepared.call.indices, strict=True)):
+        path = Path(prepared.job.out) / file_name(index, prepared.prompt, prepared.seed + place, True)
+        parts.append(next(free for free in free_names(path.with_suffix(f".part{part}.mp4")) if not free.exists()))
+        with written_whole(parts[-1]) as temporary:
+            write_mp4(video, temporary, prepared.fps, {})
+    if first == 0:
+        _note(report, f"the first frames are in {parts[0]}, the next ones beside it until the video is written")
 
 
 def _save_all(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..comm.mesh import Mesh
     from ..config import ParallelConfig
     from ..recipe import Recipe
+    from .chunks import OnFrames
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class PipelineRunner:
         import diffusers
         import torch
 
-        from .loading import ahead_stays, dtype_option, read_pipeline
+        from .loading import dtype_option, read_pipeline, weights_stay
         from .shares import whole_shapes
 
         # Before the class is imported, which may fail for missing optional packages.
@@ -165,7 +166,7 @@ class PipelineRunner:
         if job.scheduler is not None:
             pipe.scheduler = scheduler_named(job.scheduler, type(pipe.scheduler).__name__, pipe.scheduler.config)
         if job.offload == "none":
-            with ahead_stays(pipe, job.config, device):
+            with weights_stay(pipe, job.config, device):
                 pipe.to(device)
         runner = cls(pipe, device)
         runner.notes = notes
@@ -175,12 +176,12 @@ class PipelineRunner:
         """Make the pipeline run on all ranks as the job says, offloaded if it says so; no mesh for ``"auto"``."""
         from ..engine import configuration_for, engine_of, parallelize
         from ..recipe import RECIPE
-        from .loading import ahead_stays
+        from .loading import weights_stay
         from .offload import offload
 
         config, guidance = job.config, None if job.guidance is None else job.guidance > 1
         if job.offload != "none":
-            with ahead_stays(self.pipe, config, self.device):
+            with weights_stay(self.pipe, config, self.device):
                 offload(self.pipe, job.offload, self.device)
         if isinstance(config, str):
             config = configuration_for(self.pipe, guidance=guidance)
@@ -231,22 +232,28 @@ class PipelineRunner:
         steps = denoising_steps(job, self.parameters)
         return Prepared(job, job.call(number), self.pipe, self.kind, arguments | more, steps)
 
-    def run(self, prepared: Prepared, on_step: Callable[[int, int], None] | None = None) -> list[PipelineOutput]:
+    def run(
+        self, prepared: Prepared, on_step: Callable[[int, int], None] | None = None, on_frames: OnFrames | None = None
+    ) -> list[PipelineOutput]:
         """Generate the images or videos of a call; ``on_step`` takes the steps since the last time, and of how many."""
         from ..core.generators import OwnGenerators
+        from .chunks import ChunkFrames
 
         pipe, planned, given = prepared.pipe, prepared.steps, dict(prepared.arguments)
         tells = CALLBACK in self.parameters
 
         def stepped(*of: Any) -> Any:
             # The timesteps are set only now; every one of them calls back, also the second half of a step of Heun's.
-            on_step(1, loop_steps(getattr(pipe, "scheduler", None), planned))  # type: ignore[misc]
+            on_step(1, loop_steps(pipe, planned))  # type: ignore[misc]
             return of[-1]
 
         if on_step is not None and tells:
             given[CALLBACK] = stepped
         started = time.perf_counter()
-        with OwnGenerators(prepared.seed, self.device).active(), CutPrompts(pipe) as cuts, guided_by(pipe, given):
+        # An offloaded autoencoder would take the transformer's place after every chunk.
+        chunks = ChunkFrames(pipe, given, on_frames if prepared.job.offload == "none" else None)
+        own = OwnGenerators(prepared.seed, self.device)
+        with own.active(), CutPrompts(pipe) as cuts, guided_by(pipe, given), chunks:
             outputs = outputs_of(pipe(**given))
         self.facts["cut"] = cuts.sentence(prepared.prompt, prepared.job.negative_prompt)
         self.facts["seconds"] = time.perf_counter() - started

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..core.arguments import parameter_names
 from ..core.patching import Patch
 
 if TYPE_CHECKING:
@@ -57,12 +58,20 @@ class StepEvents:
         self._patch.undo()
 
 
-def loop_steps(scheduler: Any, planned: int) -> int:
-    """Steps of a pipeline's denoising loop, once its timesteps are set; ``planned`` if the scheduler does not tell.
+def in_chunks(pipe: Any) -> bool:
+    """True if a pipeline draws a video chunk by chunk, each with all its steps."""
+    return callable(pipe) and "chunk_partition" in parameter_names(type(pipe).__call__)
+
+
+def loop_steps(pipe: Any, planned: int) -> int:
+    """Steps of a pipeline's denoising loops, once their timesteps are set; ``planned`` if its scheduler does not tell.
 
     Schedulers of second order (Heun) have nearly twice as many timesteps, and with an input image the loop begins
     later.
     """
+    if in_chunks(pipe):
+        return pipe.num_timesteps
+    scheduler = getattr(pipe, "scheduler", None)
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or not hasattr(scheduler, "begin_index"):
         return planned

@@ -193,10 +193,10 @@ class Conventions:
         """Where a kind of token stands in one sequence of text, sound and video."""
         return torch.arange(start, start + tokens, device=self.device)
 
-    def packed(self, *columns: int) -> Tensor:
-        """Zeros for each token of that sequence."""
-        tokens = self.size.text + self.size.audio + self.size.image
-        return torch.zeros(tokens, *columns, dtype=torch.long, device=self.device)
+    def packed(self) -> Tensor:
+        """The kind of each token of that sequence, as MiniMax-H3 counts them."""
+        kinds = {1: self.size.text, 2: self.size.audio, 0: self.size.image}
+        return torch.cat([torch.full((tokens,), kind, device=self.device) for kind, tokens in kinds.items()])
 
     def rotary(self, tokens: int, width: int) -> tuple[Tensor, Tensor]:
         angles = self.noise(tokens, width)
@@ -217,7 +217,8 @@ _ARGUMENTS: dict[str, Callable[[Conventions], Any]] = {
     "image_embeds": lambda i: i.vectors("image_embed_dim", 3),
     "pooled_projections": lambda i: i.vectors("pooled_projection_dim"),
     "global_hidden_states": lambda i: i.vectors("global_states_input_dim", 1),
-    "timestep": lambda i: i.full(500.0).to(i.dtype),
+    # Each kind of a packed sequence has a noise level of its own.
+    "timestep": lambda i: i.noise(3) if "timestep_indices" in i.parameters else i.full(500.0).to(i.dtype),
     "timestep_r": lambda i: i.full(500.0).to(i.dtype) if i.entry("use_meanflow") else None,
     "t": lambda i: i.full(0.5),
     "guidance": lambda i: i.full(3.5) if i.entry("guidance_embeds") else None,
@@ -229,7 +230,9 @@ _ARGUMENTS: dict[str, Callable[[Conventions], Any]] = {
     "crop_coords": lambda i: i.full(0.0, 2),
     "img_ids": lambda i: i.ids(image=True),
     "txt_ids": lambda i: i.ids(text=True),
-    "position_ids": lambda i: i.packed(3) if "token_tags" in i.parameters else i.ids(text=True, image=True),
+    "position_ids": lambda i: (
+        i.places(0, 3 * len(i.packed())).view(-1, 3) if "token_tags" in i.parameters else i.ids(text=True, image=True)
+    ),
     "timestep_indices": lambda i: i.packed(),
     "token_tags": lambda i: i.packed(),
     "text_indices": lambda i: i.places(0, i.size.text),

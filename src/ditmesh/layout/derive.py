@@ -175,7 +175,7 @@ class _Observer:
             self.folds[path] = folds_of(ran, before)
         if folds := self.folds[path]:
             ran = ran.fresh(folds)
-        ran, facts = self._explained(ran, before)
+        ran, facts = self._explained(ran, before, path)
         returned = [stream for stream in facts.streams if stream.returned]
         self.fed[site] = {stream.arg: sources[stream.arg] for stream in returned}
         outs = {stream.out or 0 for stream in returned}
@@ -183,7 +183,6 @@ class _Observer:
         self.ran.append(BlockOutputForm(site, ran.single, len(ran.results), others))
         self.lengths[site] = {stream.name: length_of(ran, stream) for stream in facts.streams}
         if facts.streams:
-            self._note_written(ran, path, [stream.arg for stream in returned])
             self._note_tokens(ran, path, facts.streams, sources)
         elif ran.note:
             self.notes.append(ran.note)
@@ -197,11 +196,14 @@ class _Observer:
                 self._made_by[id(value)] = (weakref.ref(value), _version(value), site)
         return ran
 
-    def _explained(self, ran: RecordedBlock, before: tuple[Stream, ...]) -> tuple[RecordedBlock, Facts]:
+    def _explained(self, ran: RecordedBlock, before: tuple[Stream, ...], path: str) -> tuple[RecordedBlock, Facts]:
         """The facts about a block, and the block as they are of it; what else cannot be understood may run by heads."""
         key = (ran.form, before)
         try:
-            return ran, self._checked(ran, key)
+            facts = self._checked(ran, key)
+            # A module that runs by heads already is not heard; what it writes to shows that it keeps something.
+            self._note_written(ran, path, facts)
+            return ran, facts
         except LayoutError:
             if ran.folding is not None:
                 raise
@@ -214,6 +216,7 @@ class _Observer:
                     again.results, again.asked = again.again({}, computed)
                     facts = checked_facts(again, block_facts(again, before, by_heads=by_heads))
                     if not by_heads or any(mixer.heads for mixer in again.mixers):
+                        self._note_written(again, path, facts)
                         self._known[key] = facts
                         return again, facts
             raise
@@ -232,10 +235,11 @@ class _Observer:
             ran.mix(*mixer)
         return self._known[key]
 
-    def _note_written(self, ran: RecordedBlock, path: str, returned: Sequence[str]) -> None:
+    def _note_written(self, ran: RecordedBlock, path: str, facts: Facts) -> None:
         """Note the tokens that a block writes to in place; refuse it if it writes to anything else."""
         heads = any(mixer.heads for mixer in ran.mixers)
-        for name in ran.written:
+        returned = {stream.arg for stream in facts.streams if stream.returned}
+        for name in ran.written if facts.streams else ():
             if heads and ran.leaves[name].dim() == 5:
                 # Keys and values that the program has made room for.
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -103,26 +103,23 @@ def needs(
     """Predict the memory of every rank from configurations, without computing anything.
 
     Weights of a rank are its slices, stages and pieces; there is no other copy of them in any phase. Text encoders are
-    whole on every rank while it loads, and then where ``text_encoder`` says. What kernels take besides their results is
-    not known and not counted. `LayoutError`: a component cannot run without values, or has no reviewed layout.
+    whole on every rank while it loads (slices of them never on a GPU), and then where ``text_encoder`` says. What
+    kernels take besides their results is not known and not counted. `LayoutError`: a component cannot run without
+    values, or has no reviewed layout.
 
     Args:
         process: bytes of a process without a model.
         offload: text encoders and autoencoder are elsewhere while they do not work (``"model"``), or each of their
             layers is (``"group"``, ``"sequential"``).
-        gpu: weights of what `precompute` computes ahead are not on the device.
+        gpu: weights of what `precompute` computes ahead are not on the device, nor are encoders before they are cut.
     """
     away = _ahead(components, config, workload, dtype) if config.precompute and gpu else Needs(0.0, 0.0)
     vae = _decoding(components, config, workload, dtype)
-    alone, among = ParallelConfig(), _settings(config, "text_encoder", ring=config.world_size)
-    uncut, encoders = (
-        [walk_encoder(part.kind, part.settings, chosen, workload.text, dtype) for part in components.encoders.values()]
-        for chosen in (alone, among if config.text_encoder in ("tensor", "sharded") else alone)
-    )
+    first, encoders = _encoding(components, config, workload, dtype, gpu)
     offloaded, layers = offload != "none", offload in ("group", "sequential")
     # Offloaded encoders are there one by one, while they encode.
     largest = max(encoders, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))
-    loaded, encoding = (0.0 if offloaded else sum(each.weights for each in every) for every in (uncut, encoders))
+    loaded, encoding = (0.0 if offloaded else sum(each.weights for each in every) for every in (first, encoders))
     later = away.kept + (0.0 if config.text_encoder == "freed" else encoding)
     stages: list[RankNeeds] = []
     for stage, dit in enumerate(_denoising(components, config, workload, dtype)):
@@ -195,6 +192,17 @@ def _decoding(components: Components, config: ParallelConfig, workload: Workload
     height, width = workload.height // components.scale, workload.width // components.scale
     sizes = workload.pictures, workload.latent_frames or workload.frames, height, width
     return decode(vae.kind, vae.settings, among, sizes, dtype)
+
+
+def _encoding(
+    components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype, gpu: bool
+) -> Iterator[list[Needs]]:
+    """Text encoders while a rank loads, and as they are from then on."""
+    alone, among = ParallelConfig(), _settings(config, "text_encoder", ring=config.world_size)
+    for cut in (("tensor",) if gpu else (), ("tensor", "sharded")):
+        chosen = among if config.text_encoder in cut else alone
+        parts = components.encoders.values()
+        yield [walk_encoder(part.kind, part.settings, chosen, workload.text, dtype) for part in parts]
 
 
 def _denoising(components: Components, config: ParallelConfig, workload: Workload, dtype: torch.dtype) -> list[Needs]:

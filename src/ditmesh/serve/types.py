@@ -159,7 +159,7 @@ class Job(BaseModel):
 
 
 EventName = Literal[
-    "queued", "started", "step", "preview", "image", "paused", "restarted", "succeeded", "failed", "cancelled"
+    "queued", "started", "step", "preview", "frames", "image", "paused", "restarted", "succeeded", "failed", "cancelled"
 ]
 
 
@@ -169,8 +169,9 @@ class Event(BaseModel):
     Attributes:
         id: from 1, in order; a client that lost its connection goes on after the last it has seen.
         data: ``queued`` {position}; ``started`` {attempt}; ``step`` {image, step, steps, eta, batch};
-            ``preview`` {image, step, width, height, b64_json} (a JPEG); ``image`` a `JobImage`; ``paused`` {reason};
-            ``restarted`` {attempt, reason}; the last: the whole `Job`.
+            ``preview`` {image, step, width, height, b64_json} (a JPEG); ``frames`` {image, part, first, count, url} (a
+            file of the next frames of a video that is drawn chunk by chunk); ``image`` a `JobImage`; ``paused``
+            {reason}; ``restarted`` {attempt, reason}; the last: the whole `Job`.
     """
 
     id: int

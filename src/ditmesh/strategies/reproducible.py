@@ -32,7 +32,7 @@ from ..core.arguments import Arguments
 from ..core.group import Group
 from ..core.partition import Partition, even_cut, offsets, weighted_cut
 from ..core.patching import CallChain, Patch, Proceed
-from ..core.values import tracked
+from ..core.values import tracked, version_of
 from ..errors import ConfigError, LayoutError
 from ..layout import Attention, Region, Stream, TokenLayout
 from . import tiled_gradients as tiled
@@ -76,7 +76,7 @@ class _Tiles:
         tokens, here: the streams by tile, first to last over all ranks, and the same by this rank's tiles.
         runs: the tiles of every rank.
         cuts: id of a rank's part (and how it was cut) -> the part, kept so that its id stays its own, and its tiles.
-        results: stream -> what the latest block returned: as one tensor, its version, and tile by tile.
+        results: stream -> what the latest block returned: as one tensor, its version if counted, and tile by tile.
         weights: of the block in progress, where gradients are to pass through it.
     """
 
@@ -84,7 +84,7 @@ class _Tiles:
     here: Partition
     runs: list[range]
     cuts: dict[tuple[int, int, tuple[str, ...]], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
-    results: dict[str, tuple[Tensor, int, list[Tensor]]] = field(default_factory=dict)
+    results: dict[str, tuple[Tensor, int | None, list[Tensor]]] = field(default_factory=dict)
     weights: TileWeights | None = None
 
 
@@ -254,7 +254,7 @@ class TiledSequence(SequenceParallel):
             if isinstance(value, Tensor):
                 whole, version, pieces = self._tiles.results.get(stream.name, (None, 0, []))
                 # Tokens from the block before need not be cut again, unless they were changed in place.
-                fresh = whole is not value or version != value._version
+                fresh = whole is not value or version is None or version != version_of(value)
                 pieces = self._split(value, stream.dim, (stream.name,), site.path) if fresh else pieces
                 # Text that every tile is given whole is one tensor.
                 copies = stream.arg in region.written
@@ -288,21 +288,18 @@ class TiledSequence(SequenceParallel):
                 else:
                     value = values[0] if tiles.parts == 1 else torch.cat(values, dim=stream.dim)
                 output = with_result(output, stream, value)
-                self._tiles.results[stream.name] = (value, value._version, [aligned(part) for part in values])
-            elif self._uneven and self.link.size > 1:
-                output = with_result(output, stream, self._of_first_tile(values[0], stream.dim))
+                self._tiles.results[stream.name] = (value, version_of(value), [aligned(part) for part in values])
+            else:
+                # All tiles have them whole; those of the first tile count.
+                uneven = self._uneven and self.link.size > 1
+                first = self._of_first_tile(values[0].detach(), stream.dim) if uneven else values[0].detach()
+                if tracked(*values):
+                    first = tiled.first_copy(first, values, self.link.rank == 0)
+                output = with_result(output, stream, first) if uneven or first.requires_grad else output
         return output
 
     def _check_recorded(self, site: BlockSite, block: nn.Module) -> None:
         """Reject a block with gradients that would depend on the number of ranks."""
-        tokens = self._tiles.tokens
-        if tokens.replicated:
-            name = tokens.names[min(tokens.replicated)]
-            raise ConfigError(
-                f"reproducible=True cannot be trained with the {name} tokens whole on every rank: {site.path} has "
-                f"{tokens.totals[min(tokens.replicated)]} of them in {tokens.parts} tiles; use a longer {name}, fewer "
-                "tiles, or text='auto'"
-            )
         dropping = [
             name for name, one in block.named_modules() if isinstance(one, nn.Dropout) and one.training and one.p > 0
         ]
@@ -314,8 +311,10 @@ class TiledSequence(SequenceParallel):
 
     def _for_each(self, value: Tensor) -> list[Tensor]:
         """A tensor that all ranks have, for every tile."""
-        runs, link = tuple(self._tiles.runs), self.mesh.sequence
-        return self._once(value, -1, (), lambda: tiled.for_each(value, runs, link))
+        return self._once(value, -1, (), partial(self._of_every_tile, value))
+
+    def _of_every_tile(self, value: Tensor) -> list[Tensor]:
+        return tiled.for_each(value, tuple(self._tiles.runs), self.mesh.sequence)
 
     def _once(
         self, value: Tensor, dim: int, tokens: tuple[str, ...], pieces: Callable[[], list[Tensor]]
@@ -339,7 +338,12 @@ class TiledSequence(SequenceParallel):
                 f"{tiles.total} tokens ({' + '.join(tokens)})"
             )
         if tracked(part):
-            return tiled.split(part, tiles, dim)
+            blocks = [tiles.select((name,)) for name in tiles.names]
+            each = [
+                self._of_every_tile(piece) if block.replicated else tiled.split(piece, block, dim)
+                for piece, block in zip(part.split(tiles.totals, dim), blocks, strict=True)
+            ]
+            return each[0] if len(each) == 1 else [torch.cat(pieces, dim) for pieces in zip(*each, strict=True)]
         return [aligned(tiles.take(part, dim, tile)) for tile in range(tiles.parts)]
 
     def _products(self, asked: Sequence[_LinearInput]) -> list[Tensor]:
@@ -427,16 +431,17 @@ class TiledSequence(SequenceParallel):
         if not recorded:
             return attend(q, k, v)
         kernel, runs = self.kernel.kernel, tuple(tiles.runs)
-        call = AttentionOfTiles(attend, queries, keys, runs, self.mesh.sequence, kernel, mask_of, first.scale)
+        agreed = partial(self._agreed, always=True)
+        call = AttentionOfTiles(attend, queries, keys, runs, self.mesh.sequence, kernel, mask_of, first.scale, agreed)
         return call.recorded(q, k, v)
 
-    def _agreed(self, tensor: Tensor, tokens: Partition) -> Tensor:
+    def _agreed(self, tensor: Tensor, tokens: Partition, always: bool = False) -> Tensor:
         """Replicated tokens (dimension 2): the first tile's copy, on every rank.
 
         Copies on tiles of one shape are equal by themselves; beside tiles of another shape they may differ in
-        their last bits.
+        their last bits, and gradients (``always``) do differ.
         """
-        if not self._uneven or self.link.size == 1 or not tokens.replicated:
+        if self.link.size == 1 or not tokens.replicated or not (always or self._uneven):
             return tensor
         return torch.cat(
             [

@@ -39,7 +39,7 @@ from ..parts.lazy import LazyPatches, Owners
 from .base import Context, ParallelModel, Request, Strategy
 from .caches import diffusers_hooks
 from .heads import takes_batch_apart
-from .hooks import ModelHooks, requires_grad
+from .hooks import ModelHooks
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
 _STATE = "<state>"
@@ -262,9 +262,7 @@ class BatchParallel:
         """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
         batch = _rows_of(arguments)
         self._busy = max(self._busy, min(batch, link.size))
-        # Rows of a batch that is trained stay together: it is the same one on any number of ranks.
-        one_by_one = self.one_by_one and not requires_grad(self.model, arguments)
-        if batch < 2 or (link.size == 1 and not one_by_one) or self._takes_parts():
+        if batch < 2 or (link.size == 1 and not self.one_by_one) or self._takes_parts():
             with self._clock.narrowed(rows=(0, batch)):
                 return proceed(arguments)
         if not self._hooks.layout.rows:
@@ -294,7 +292,7 @@ class BatchParallel:
                 return proceed(part)
 
         listed = isinstance(arguments.get(arguments.names[0]), list)
-        return _share_rows(batch, link, one_by_one, run, listed=listed, in_step=self._in_step)
+        return _share_rows(batch, link, self.one_by_one, run, listed=listed, in_step=self._in_step)
 
     def _takes_parts(self) -> bool:
         """True if something in the model takes a part of the rows for one branch of guidance: the batch stays whole.

@@ -236,7 +236,10 @@ class TextEncoders(Strategy):
             case "sharded":
                 return in_pieces(module, link)
             case "tensor":
-                return in_slices(name, module, link)
+                slices = in_slices(name, module, link)
+                # It is cut in host memory: no GPU ever holds all of it.
+                module.to(self.context.mesh.device)
+                return slices
             case _:
                 return FreedAfterUse(name, module)
 

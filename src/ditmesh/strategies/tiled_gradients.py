@@ -157,6 +157,16 @@ def for_each(value: Tensor, runs: tuple[range, ...], link: Link) -> list[Tensor]
     return list(_differentiable(lambda value: tuple(aligned(value).clone() for _ in run), backward, value))
 
 
+def first_copy(first: Tensor, copies: Sequence[Tensor], here: bool) -> Tensor:
+    """Tokens that every tile has made: the first tile's, of which alone others depend. ``here``: it is this rank's."""
+
+    def backward(gradient: Tensor) -> list[Tensor]:
+        nothing = torch.zeros_like(gradient)
+        return [gradient if here and place == 0 else nothing for place in range(len(copies))]
+
+    return _differentiable(lambda *_: first.clone(), backward, *copies)
+
+
 def summed(mine: OrderedSum, runs: Sequence[range | set[int]], link: Link, like: Tensor) -> Tensor:
     """The whole sum on every rank of a link. Collective.
 
@@ -185,6 +195,7 @@ class AttentionOfTiles:
         attend: computes it without gradients: queries, keys and values of this rank's tiles to their outputs.
         queries, keys: the streams by tile; ``runs``: the tiles of every rank.
         mask_of: the mask of every tile's queries over all keys, or None.
+        agreed: a rank's tokens, replicated ones as the first tile has them. Collective.
     """
 
     attend: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
@@ -195,6 +206,7 @@ class AttentionOfTiles:
     kernel: Kernel
     mask_of: Callable[[int], Tensor | None]
     scale: float | None
+    agreed: Callable[[Tensor, Partition], Tensor]
 
     def recorded(self, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor]) -> list[Tensor]:
         """The outputs for this rank's tiles, with a backward pass; `LayoutError`: the kernel has none."""
@@ -217,7 +229,11 @@ class AttentionOfTiles:
         link, run = self.link, self.runs[self.link.rank]
         queries, keys = self.queries.regroup(self.runs), self.keys.regroup(self.runs)
         own_queries, own_keys = self.queries.of(run), self.keys.of(run)
-        tensors = [own_queries.join(q, 2), own_keys.join(k, 2), own_keys.join(v, 2), own_queries.join(grads, 2)]
+        tensors = [
+            self.agreed(own.join(each, 2), whole)
+            for own, whole, each in ((own_queries, queries, q), (own_keys, keys, k), (own_keys, keys, v))
+        ]
+        tensors.append(self.agreed(own_queries.join(grads, 2), queries))
         exchange = HeadExchange(link, even_cut(tensors[0].shape[1], link.size))
         start, count = exchange.head_starts[link.rank], exchange.head_counts[link.rank]
         if link.size > 1:
@@ -233,7 +249,7 @@ class AttentionOfTiles:
                 for tensor, tokens in zip(gradients, (queries, keys, keys), strict=True)
             ]
         return [
-            [aligned(tokens.take(tensor, 2, tile)) for tile in range(tokens.parts)]
+            [_gradient_of(tokens, tensor, place, tile) for place, tile in enumerate(run)]
             for tensor, tokens in zip(gradients, (own_queries, own_keys, own_keys), strict=True)
         ]
 
@@ -249,11 +265,20 @@ class AttentionOfTiles:
             bias = None if mask is None else aligned(masks.of_heads(mask, head, 1))
             with torch.enable_grad():
                 out = self.kernel.attend(queries, k, v, bias, self.scale)
-            dq, dk, dv = torch.autograd.grad(out, (queries, k, v), aligned(self.queries.take(grad, 2, tile)))
+            dq, dk, dv = torch.autograd.grad(out, (queries, k, v), _gradient_of(self.queries, grad, tile, tile))
             of_q.append(dq)
             of_k.add((tile, tile + 1), dk)
             of_v.add((tile, tile + 1), dv)
         return self.queries.join(of_q, 2), of_k.total, of_v.total
+
+
+def _gradient_of(tokens: Partition, whole: Tensor, place: int, tile: int) -> Tensor:
+    """A tile's gradient, at its place in ``tokens``; that of tokens which all tiles have is the first tile's."""
+    part = tokens.take(whole, 2, place)
+    if tile and tokens.replicated:
+        pieces = enumerate(tokens.split(part, 2, place))
+        part = torch.cat([torch.zeros_like(p) if block in tokens.replicated else p for block, p in pieces], 2)
+    return aligned(part)
 
 
 class _Attention(torch.autograd.Function):

@@ -132,9 +132,10 @@ async def get_image(
     id: JobId,
     index: Annotated[int, Path(ge=0, lt=2**31)],
     download: Annotated[bool, Query(description="To be saved under a name instead of shown")] = False,
+    part: Annotated[int | None, Query(ge=0, lt=2**31, description="Of a video: frames that an event told of")] = None,
 ) -> Response:
     """The file of a result, with its receipt if the format can hold one."""
-    return await result_file(request, id, index, download)
+    return await result_file(request, id, index, download, part)
 
 
 # --- the server

@@ -178,15 +178,17 @@ def file_response(*kinds: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": "The file.", "content": {kind: {"schema": FILE} for kind in kinds}}}
 
 
-async def result_file(request: Request, id: str, index: int, download: bool = False) -> Response:
-    """The file of a job's result.
+async def result_file(
+    request: Request, id: str, index: int, download: bool = False, part: int | None = None
+) -> Response:
+    """The file of a job's result, or of a part of a video.
 
     Raises:
         UnknownJob: there is none.
         StorageError: it cannot be read.
     """
     server: Server = request.app.state.server
-    result = await server.backend.result(logged_job_id(id, request), index, request.state.owner)
+    result = await server.backend.result(logged_job_id(id, request), index, request.state.owner, part)
 
     def opened() -> os.stat_result:
         with result.path.open("rb") as file:

@@ -118,6 +118,6 @@ class JobWatch:
                 # What is wrong with a request may quote it.
                 if error["code"] != "invalid_request" or self._log_prompts:
                     facts["error_message"] = without_quotes(error["message"], prompts)
-        if event.event not in ("queued", "step", "preview", "image"):
+        if event.event not in ("queued", "step", "preview", "frames", "image"):
             level = logging.WARNING if event.event in ("failed", "restarted") else logging.INFO
             logger.log(level, "job %s", event.event, extra={"facts": facts})

@@ -120,7 +120,7 @@ function tell({ job }) {
 }
 
 function part(entry, index) {
-  return (entry.parts[index] ??= { step: 0, steps: null, preview: null });
+  return (entry.parts[index] ??= { step: 0, steps: null, preview: null, frames: null });
 }
 
 /** One event of a job's stream; true after the last. */
@@ -148,6 +148,8 @@ function hear(entry, { event, data }) {
     if (halfway && data.steps > 9) announce(`Step ${data.step} of ${data.steps}.`);
   } else if (event === "preview") {
     part(entry, data.image).preview = `data:image/jpeg;base64,${data.b64_json}`;
+  } else if (event === "frames") {
+    part(entry, data.image).frames = data.url.slice(1);
   } else if (event === "image") {
     const place = job.images.findIndex(({ index }) => index === data.index);
     if (place < 0) job.images.push(data);
@@ -285,8 +287,9 @@ function drawTile(entry, tile) {
   tile.frame.style.aspectRatio = `${width} / ${height}`;
   tile.dataset.status = image ? "done" : job.status;
   tile.frame.disabled = !image;
-  if (image || one?.preview) {
-    const video = image && asked.format === "mp4";
+  const path = image ? pathOf(job.id, tile.place) : one?.frames;
+  if (path || one?.preview) {
+    const video = path && asked.format === "mp4";
     if (!tile.media || (video && tile.media.tagName === "IMG")) {
       tile.media?.remove();
       tile.media = video ? h("video", { muted: true, loop: true, playsinline: true, preload: "metadata" }) : h("img");
@@ -295,7 +298,7 @@ function drawTile(entry, tile) {
       tile.frame.prepend(tile.media);
     }
     if (!video) tile.media.alt = image ? asked.prompt : "";
-    if (image) show(tile.media, pathOf(job.id, tile.place));
+    if (path) show(tile.media, path);
     else tile.media.src = one.preview;
   }
   if (image) {

@@ -19,6 +19,7 @@ from ..worker.protocol import (
     Beat,
     Cancelled,
     Finished,
+    Frames,
     ModelFailed,
     ModelReady,
     Preview,
@@ -37,7 +38,7 @@ MOST_STARTS = 6
 # Why an image begins again whose ranks have been told to stop.
 STOPPING = "the server is stopping"
 
-TaskReport = TaskStepped | Preview | Finished | TaskFailed | Cancelled
+TaskReport = TaskStepped | Preview | Frames | Finished | TaskFailed | Cancelled
 
 
 @dataclass(eq=False)
@@ -199,7 +200,7 @@ class Dispatcher:
                     await self._apply(slot, report)
             except Exception:
                 logger.exception("a message of %s could not be handled", slot.replica.name)
-            if not isinstance(report, (Beat, TaskStepped, Preview)):
+            if not isinstance(report, (Beat, TaskStepped, Preview, Frames)):
                 self._jobs.wake.set()
 
     async def _apply(self, slot: ReplicaSlot, report: ReplicaReport) -> None:
@@ -236,6 +237,8 @@ class Dispatcher:
         elif isinstance(report, Preview):
             shown = {"image": picture, "step": report.step, "width": report.width, "height": report.height}
             self._jobs.publish(live, "preview", {**shown, "b64_json": base64.b64encode(report.jpeg).decode()})
+        elif isinstance(report, Frames):
+            await self._jobs.add_part(live, picture, report)
         elif isinstance(report, Finished):
             await self._finished(live, picture, report)
         elif isinstance(report, TaskFailed):

@@ -20,7 +20,7 @@ from ..errors import RESTART_SECONDS, ResultFile, Stopping, StorageError, Unknow
 from ..offers import ServedModel
 from ..settings import ServiceSettings
 from ..types import ENDED, Event, EventName, Job, JobError, JobRequest, Status
-from ..worker.protocol import Cancel
+from ..worker.protocol import Cancel, Frames
 from ..worker.replicas import Replica
 from .events import EventLog
 from .queue import Queue
@@ -288,6 +288,13 @@ class JobStore:
         told = {"image": picture, "step": step, "steps": live.steps, "eta": self._eta(live), "batch": batch}
         self.publish(live, "step", told)
 
+    async def add_part(self, live: JobState, picture: int, frames: Frames) -> None:
+        """Write the file of some frames of a video, and tell of it. `StorageError`: it cannot be written."""
+        await self.on_disk(self.results.write, live.id, _part_of(live.job, picture, frames.part), frames.data)
+        url = f"/v1/jobs/{live.id}/images/{picture}?part={frames.part}"
+        place = {"part": frames.part, "first": frames.first, "count": frames.count}
+        self.publish(live, "frames", {"image": picture, **place, "url": url})
+
     # ---- how clients see them
 
     async def job(self, id: str, owner: str) -> Job:
@@ -320,15 +327,16 @@ class JobStore:
         for number, (name, data) in enumerate(told, max(after, first - 1) + 1):
             yield Event(id=number, event=name, data=data)
 
-    async def result(self, id: str, index: int, owner: str) -> ResultFile:
-        """A result's file. Raises `UnknownJob`."""
-        await self.job(id, owner)
-        file = await self.on_disk(self.queue.file, id, index)
+    async def result(self, id: str, index: int, owner: str, part: int | None = None) -> ResultFile:
+        """The file of a result, or of a part of a video. Raises `UnknownJob`."""
+        job = await self.job(id, owner)
+        file = await self.on_disk(self.queue.file, id, index) if part is None else _part_of(job, index, part)
         if file is not None:
             path, media = self.results.path(id, file)
             if path.exists():
                 return ResultFile(path, media)
-        raise UnknownJob(f"job {id} has no image {index}, or not yet")
+        what = f"image {index}" if part is None else f"part {part} of image {index}"
+        raise UnknownJob(f"job {id} has no {what}, or not yet")
 
     @property
     def first_event(self) -> int:
@@ -426,6 +434,10 @@ class JobStore:
             gone += more
         self.results.sweep(self.queue.ids())
         return gone
+
+
+def _part_of(job: Job, index: int, part: int) -> str:
+    return f"{index}.part{part}.{job.request.format}"
 
 
 def _past(job: Job) -> list[tuple[EventName, dict[str, Any]]]:

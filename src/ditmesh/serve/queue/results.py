@@ -21,7 +21,7 @@ MEDIA = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": 
 
 
 class ResultFiles:
-    """Files of jobs: results, ``results/<job>/<image>.<format>``, and input images, ``results/<job>/<SHA-256>.png``.
+    """Files of jobs: results, ``results/<job>/<image>[.part<k>].<format>``, and input images, ``<SHA-256>.png`` there.
 
     A file is on disk, whole and under its name, when the method that writes it returns. Any thread may call.
 

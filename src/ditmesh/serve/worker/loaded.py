@@ -20,20 +20,13 @@ from ...errors import ConfigError, InputError, shortened
 from ...generate.arguments import check_call
 from ...generate.cut_prompts import CutPrompts
 from ...generate.files import IMAGE_ARGUMENTS, InputFile, adapter, check_mask_support, input_size, pipeline_for
-from ...generate.job import PictureJob, check_config, check_content, check_layout, job_for
+from ...generate.job import PictureJob, check_config, check_content, job_for
 from ...generate.loras import LAYERS
 from ...generate.model_info import ModelInfo, find_model
 from ...generate.modular import guided_by
 from ...generate.outputs import PipelineOutput
 from ...generate.receipt import Receipt
-from ...generate.runner import (
-    PipelineRunner,
-    Prepared,
-    fitting_job,
-    rank_of_process,
-    receipt_facts,
-    share_of,
-)
+from ...generate.runner import PipelineRunner, Prepared, fitting_job, rank_of_process, receipt_facts, share_of
 from ...generate.video import FPS
 from ...media.videos import check_video_library
 from ...recipe import BANDED_VAE, RECIPE
@@ -130,8 +123,6 @@ class LoadedModel:
     def _check(self) -> None:
         """Refuse what the model's files and its settings rule out, before any weight is read."""
         spec, size = self.spec, self._exchange.size
-        if size > 1:
-            check_layout(self.info)
         if not isinstance(spec.config, str):
             check_config(spec.config, self.info, size)
             if spec.config.vae == "bands":
@@ -184,6 +175,8 @@ class LoadedModel:
         more: dict[str, Any] = {"num_inference_steps": TRIED_STEPS}
         if "num_frames" in parameters:
             more["num_frames"] = TRIED_FRAMES
+            if "chunk_partition" in parameters:
+                more["chunk_partition"] = [1] * info.latent_frames(TRIED_FRAMES)
             # The pipeline's default size would take long.
             size = size or (most, most)
         if size is not None and not info.labels:

@@ -93,6 +93,17 @@ class Preview:
 
 
 @dataclass(frozen=True)
+class Frames:
+    """Frames of a task's video, ``count`` from ``first`` on, as a file in the requested format; ``part``: from 0."""
+
+    id: str
+    part: int
+    first: int
+    count: int
+    data: bytes
+
+
+@dataclass(frozen=True)
 class Finished:
     """A task's image: the file's bytes in the requested format, with its receipt if the format can hold one."""
 
@@ -141,4 +152,4 @@ class Beat:
     drift: float | None = None
 
 
-Message = ModelReady | ModelFailed | TaskStepped | Preview | Finished | TaskFailed | Cancelled | Beat
+Message = ModelReady | ModelFailed | TaskStepped | Preview | Frames | Finished | TaskFailed | Cancelled | Beat

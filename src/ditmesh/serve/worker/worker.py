@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,7 @@ from ...comm.backends import device_of_rank
 from ...core.gpus import has_own_memory
 from ...errors import DitmeshError, InputError
 from ...generate.arguments import CALLBACK
+from ...generate.chunks import ChunkFrames
 from ...generate.modular import call_parameters
 from ...generate.outputs import Picture, outputs_of
 from ...generate.receipt import PNG_KEYWORD, Receipt, text_chunk
@@ -45,6 +47,7 @@ from .protocol import (
     Cancel,
     Cancelled,
     Finished,
+    Frames,
     ModelFailed,
     ModelReady,
     Preview,
@@ -364,11 +367,20 @@ class TaskScheduler:
         form = work.task.request.format
         self._writer.submit(self._write, work.task.id, images, form, prepared.fps, receipt)
 
-    def _write(self, name: str, images: list[Image], form: str, fps: float, receipt: Receipt) -> None:
-        """Encode an image and report it; runs in a thread."""
+    def _framed(self, task: Start, prepared: Prepared, part: int, first: int, video: torch.Tensor) -> None:
+        """Have the frames of a chunk of a video encoded and reported."""
+        if self._ranks.rank == 0:
+            frames = prepared.pipe.video_processor.postprocess_video(video, output_type="pil")[0]
+            self._writer.submit(self._write, task.id, frames, task.request.format, prepared.fps, (part, first))
+
+    def _write(self, name: str, images: list[Image], form: str, fps: float, what: Receipt | tuple[int, int]) -> None:
+        """Encode an image, or some frames of a video, and report it; runs in a thread."""
         try:
-            data = encoded(images, form, fps, receipt)
-            self._ranks.send(Finished(name, data, *images[0].size, receipt.model_dump(mode="json")))
+            if isinstance(what, tuple):
+                self._ranks.send(Frames(name, *what, len(images), encoded(images, form, fps)))
+            else:
+                data = encoded(images, form, fps, what)
+                self._ranks.send(Finished(name, data, *images[0].size, what.model_dump(mode="json")))
         except Exception as error:
             self._report(name, failure_of(error))
 
@@ -457,6 +469,10 @@ class TaskScheduler:
         scheduler = getattr(prepared.pipe, "scheduler", None)
         if hasattr(scheduler, "step"):
             work.undo.callback(StepEvents(scheduler, seen).undo)
+        if model.batcher.why and model.spec.offload == "none":
+            # No other task decodes meanwhile.
+            chunks = ChunkFrames(prepared.pipe, prepared.arguments, partial(self._framed, work.task, prepared))
+            work.undo.enter_context(chunks)
         work.prepared, work.steps, work.began = prepared, prepared.steps, time.perf_counter()
         work.run = PipelineTask(
             prepared.pipe, prepared.arguments, prepared.seed, self._device, prepared.adapters, not model.batcher.why
@@ -468,7 +484,7 @@ class TaskScheduler:
         assert prepared is not None
         if not work.step:
             # The timesteps are set now; before, only the requested number was known.
-            work.steps = loop_steps(getattr(prepared.pipe, "scheduler", None), prepared.steps)
+            work.steps = loop_steps(prepared.pipe, prepared.steps)
         work.step = min(work.step + 1, work.steps)
         self._ranks.send(TaskStepped(work.task.id, work.step, work.steps, run.batch or 1))
         every = work.task.request.previews
@@ -505,8 +521,8 @@ def give_way() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS))
 
 
-def encoded(images: Sequence[Image], form: str, fps: float, receipt: Receipt) -> bytes:
-    """Encode an image or a video's frames: a PNG contains its receipt; frames are an MP4, or animated PNG or WebP.
+def encoded(images: Sequence[Image], form: str, fps: float, receipt: Receipt | None = None) -> bytes:
+    """Encode an image, a video or a part of one (no receipt): a PNG has its receipt; frames are MP4, PNG or WebP.
 
     Raises `InputError`: the format cannot hold the images or the receipt.
     """
@@ -514,14 +530,14 @@ def encoded(images: Sequence[Image], form: str, fps: float, receipt: Receipt) ->
         # A file: its index goes first, so that players begin before they have all of it, and is known last.
         with TemporaryDirectory(prefix="ditmesh-") as folder:
             path = Path(folder) / "video.mp4"
-            write_mp4(images, path, fps, {PNG_KEYWORD: receipt.model_dump_json()})
+            write_mp4(images, path, fps, {PNG_KEYWORD: receipt.model_dump_json()} if receipt else {})
             return path.read_bytes()
     more: dict[str, Any] = {}
     if len(images) > 1:
         if form == "jpeg":
             raise InputError("a JPEG holds one image, and this is a video; use format mp4, png or webp")
         more = {"save_all": True, "append_images": list(images[1:]), "duration": round(1000 / fps), "loop": 0}
-    if form == "png":
+    if form == "png" and receipt:
         more["pnginfo"] = text_chunk(receipt)
     data = BytesIO()
     first = images[0] if form != "jpeg" else images[0].convert("RGB")

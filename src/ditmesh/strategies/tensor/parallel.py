@@ -139,8 +139,8 @@ class TensorParallel:
         with torch.no_grad():
             for parameter, dim in parameters:
                 if dim is None:
-                    # Added once: the other ranks add nothing.
-                    if rank > 0:
+                    # Added once: the other ranks add nothing. One in pieces was read so.
+                    if rank > 0 and parameter.numel():
                         parameter.data = torch.zeros_like(parameter.data)
                 elif shape_of(parameter)[dim] == site.cut.total:
                     parameter.data, parameter.grad = site.cut.copy(parameter.data, dim, rank), None

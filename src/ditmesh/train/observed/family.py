@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
-from ...generate.modular import call_parameters
+from ...generate.modular import call_parameters, component_names
 from ..conditions import Conditions, latent_moments, sample_conditions, stacked
 from ..config import TrainConfig
 from .arguments import are_equal, argument_forms, differing_paths, is_number, merged, row_dim, typed_like
@@ -33,8 +33,13 @@ MOST_OFF_FIRST = {torch.float32: 1e-4, torch.float64: 1e-4}
 def check_observable(kind: type) -> None:
     """Refuse a pipeline that cannot be trained, by its class.
 
-    Raises `ConfigError`: it takes no prompt and no class label.
+    Raises `ConfigError`: it takes no prompt and no class label, or has a scheduler for sound.
     """
+    if "audio_scheduler" in component_names(kind):
+        raise ConfigError(
+            f"{kind.__name__} cannot be trained: it denoises video and sound together with a scheduler for each, and a "
+            "run follows one; call ditmesh.parallelize(...) in a training loop of your own (docs/training.md)"
+        )
     parameters = call_parameters(kind)
     if "prompt" not in parameters and LABEL_ARGUMENT not in parameters:
         raise ConfigError(f"{kind.__name__} cannot be trained: it takes no prompt")
@@ -58,6 +63,8 @@ class ObservedFamily:
         check_observable(type(pipe))
         if getattr(pipe, config.denoiser, None) is None:
             raise ConfigError(f"train_modules: {self.name} has no {config.denoiser} here; leave it out")
+        if getattr(pipe, "scheduler", None) is None:
+            raise ConfigError(f"{self.name} cannot be trained: it has no scheduler, which a run follows")
         self.recipes: dict[tuple[int, ...], Recipe] = {}
         self._config = config
         self._own, self._base = pipe, base_pipeline(pipe)

@@ -1,0 +1,395 @@
+"""The tables of docs/lab, printed again from benchmarks/measured without a new run.
+
+    python benchmarks/tables.py                # all of them, as Markdown
+    python benchmarks/tables.py --only links
+    python benchmarks/tables.py --write        # into the English pages
+
+In a page a table stands behind a comment ``<!-- table: NAME -->``. Chinese pages have the same numbers in words of
+their own; a test compares both. Warm-ups and messages of older versions have today's names here (`TODAY`).
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from figures import MEASURED, Tables, read
+from harness import command_line
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TODAY = {
+    "first_last(1, 4)": "steps(0 46 47 48 49)",
+    "first_last(1, 2)": "steps(0 14 15)",
+    "periodic(5)": "every fifth step",
+    "periodic(6)": "steps(0 6 12)",
+    "displaced-residual4": "`int4`",
+    "displaced-int8": "`int8`",
+    "displaced": "displaced",
+    "displaced+linear": '`predict="linear"`',
+    "pipefusion": "PipeFusion, 4 patches",
+    "naive": "naive",
+}
+SAMPLERS = {"ddim": "DDIM", "dpm": "DPM-Solver++", "unipc": "UniPC", "ddpm": "DDPM", "euler": "Euler", "heun": "Heun"}
+Row = Sequence[str]
+
+
+def mean_error(values: Sequence[float]) -> str:
+    """Mean ± its standard error."""
+    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values) / len(values) ** 0.5:.1f}"
+
+
+def apart(row: dict[str, Any], base: dict[str, Any]) -> list[float]:
+    """Differences of the same images."""
+    return [a - b for a, b in zip(row["each"], base["each"], strict=True)]
+
+
+def signed(values: Sequence[float], digits: int = 1) -> str:
+    """A mean difference, and for how many images it is positive."""
+    error, closer = statistics.stdev(values) / len(values) ** 0.5, sum(value > 0 for value in values)
+    return f"{statistics.mean(values):+.{digits}f} ± {error:.{digits}f} ({closer} of {len(values)})"
+
+
+TABLES_OF_QUALITY = Tables()
+
+
+def quality_row(parts: str, model: str, sampler: str = "", **wanted: Any) -> dict[str, Any]:
+    """The first row of `quality.py` with these values in these parts' tables."""
+    wanted = {"warmup": "fixed(1)", "strategy": "displaced", "devices": 4} | wanted
+    for table in TABLES_OF_QUALITY.all:
+        of = table["table"]
+        if of["part"] in parts.split() and of["model"] == model and sampler in ("", of["sampler"]):
+            for row in Tables.rows(table, **wanted):
+                return row
+    raise KeyError(f"{parts}, {model}, {wanted}")
+
+
+# What a model predicts, its name, and the parts with its rows.
+KINDS = (
+    ("velocity, `emoji-dit-s`", "emoji-dit-s", "experiment objectives"),
+    ("noise, `dit-epsilon`", "dit-epsilon", "objectives degrees"),
+    ("flow, `emoji-sd3`", "emoji-sd3", "objectives degrees"),
+)
+WARMUPS = ("fixed(0)", "fixed(1)", "fixed(4)", "fixed(10)", "fixed(40)", "first_last(1, 4)", "periodic(5)")
+WARMUPS += ("adaptive(0.001, 10)",)
+
+
+def of_images(row: dict[str, Any], base: dict[str, Any] | None = None) -> list[str]:
+    """Mean PSNR, the worst image, SSIM, and how far from the same images of another row."""
+    less = "" if base in (None, row) else signed(apart(row, base))
+    return [mean_error(row["each"]), f"{min(row['each']):.1f}", f"{row['ssim']['value']:.4f}", less]
+
+
+def small(value: float) -> str:
+    """A relative difference."""
+    return f"{value:.1e}".replace("e-0", "e-") if value else "0"
+
+
+def named(warmup: str) -> str:
+    """A warm-up by today's name."""
+    name = TODAY.get(warmup, warmup)
+    return f"`{name}`" if "(" in name else name
+
+
+def devices() -> Iterator[Row]:
+    """Images by what the model predicts and the number of devices."""
+    yield "model", "N", "PSNR, dB", "worst image", "SSIM", "less N / 2"
+    for title, model, parts in KINDS:
+        sampler = "euler" if model == "emoji-sd3" else "ddim"
+        rows = [quality_row(parts, model, sampler, devices=count) for count in (2, 4, 8)]
+        for count, row, before in zip((2, 4, 8), rows, rows[:1] + rows, strict=False):
+            yield title, f"{count}", *of_images(row, before)
+
+
+def by_steps(cell: Callable[[dict[str, Any]], str]) -> Iterator[Row]:
+    """Something of every row of predict.json, a line for each strategy and number of steps."""
+    models = read("predict")["models"]
+    yield "steps", *models
+    for strategy, title in (("displaced", "displaced"), ("pipefusion", "PipeFusion")):
+        for steps in ("8", "12", "20", "50"):
+            rows = [model[strategy].get(steps) for model in models.values()]
+            yield f"{title}, {steps}", *("" if row is None else cell(row) for row in rows)
+
+
+def counts() -> Iterator[Row]:
+    """Images by the number of steps, with keys as they are and moved on."""
+    return by_steps(lambda row: f"{row['psnr none']:.1f} → {row['psnr linear']:.1f}")
+
+
+def costs() -> Iterator[Row]:
+    """Images with the default, by the number of steps."""
+    return by_steps(lambda row: f"{row['psnr linear']:.1f}")
+
+
+def gains() -> Iterator[Row]:
+    """What moving keys on gains, by the number of steps."""
+    return by_steps(lambda row: f"{row['gain']:.1f} ± {row['standard error']:.1f}")
+
+
+def objectives() -> Iterator[Row]:
+    """Synchronous steps by their places, for three models."""
+    yield "synchronous steps", *(title for title, *_ in KINDS)
+    for warmup in WARMUPS:
+        pairs = [[quality_row(parts, model, warmup=each) for each in (warmup, "fixed(1)")] for _, model, parts in KINDS]
+        gains = ["" if row is base else f" ({signed(apart(row, base)).split(' (')[0]})" for row, base in pairs]
+        yield named(warmup), *(mean_error(row["each"]) + gain for (row, _), gain in zip(pairs, gains, strict=True))
+
+
+def samplers() -> Iterator[Row]:
+    """Samplers on the same images: 50 steps of a velocity, 12 of a flow."""
+    yield "model, steps", "sampler", "PSNR, dB", "worst image", "SSIM", "less the first", "evaluations"
+    for model, steps, some in (
+        ("emoji-dit-s", 50, "ddim dpm unipc ddpm euler"),
+        ("emoji-sd3", 12, "euler dpm unipc heun"),
+    ):
+        parts = "experiment degrees samplers" if steps == 50 else "samplers"
+        rows = {name: quality_row(parts, model, name) for name in some.split()}
+        for name, row in rows.items():
+            images = of_images(row, rows[some.split()[0]])
+            yield f"`{model}`, {steps}", SAMPLERS[name], *images, f"{row['evaluations']}"
+
+
+def few_steps() -> Iterator[Row]:
+    """Samplers at ten steps of a velocity, with keys as they are and moved on."""
+    yield "sampler", "PSNR, dB", "worst image", "SSIM", "less DDIM", 'predict="linear", dB', "gain by moving on"
+    rows = {name: quality_row("counts", "emoji-dit-s", name) for name in ("ddim", "dpm", "unipc")}
+    for name, row in rows.items():
+        moved = quality_row("counts", "emoji-dit-s", name, strategy="displaced+linear")
+        yield SAMPLERS[name], *of_images(row, rows["ddim"]), mean_error(moved["each"]), signed(apart(moved, row))
+
+
+def strategies() -> Iterator[Row]:
+    """Strategies at four devices and 50 steps: quality, and what all ranks send."""
+    yield "strategy", "PSNR, dB", "worst image", "SSIM", "less displaced", "sent, MB"
+    base = quality_row("experiment", "emoji-dit-s", "ddim")
+    for name in ("displaced", "pipefusion", "displaced-int8", "naive"):
+        row = base if name == "displaced" else quality_row("strategies", "emoji-dit-s", strategy=name)
+        sent = f"{sum(row['sent'].values()) / 1e6:,.0f}" if row["sent"] else ""
+        yield TODAY[name], *of_images(row, base), sent
+
+
+def codecs() -> Iterator[Row]:
+    """Messages and moved keys on four models, against uncompressed keys as they are; bits of a number in brackets."""
+    models = ("emoji-sd3", "emoji-flux", "emoji-dit-s", "emoji-wan")
+    yield "", *models
+    bases = [quality_row("codecs", model) for model in models]
+    yield "uncompressed, dB", *(mean_error(base["each"]) for base in bases)
+    for name in ("displaced-int8", "displaced-residual4", "displaced+linear"):
+        cells = []
+        for model, base in zip(models, bases, strict=True):
+            row, steps = quality_row("codecs", model, strategy=name), base["evaluations"]
+            full = base["sent"]["ring"] / steps
+            bits = 32 * (row["sent"]["ring"] - full) / (full * (steps - 1))
+            cell = signed(apart(row, base), 2).split(" (")[0]
+            cells.append(cell + ("" if "+" in name else f" ({bits:.1f})"))
+        yield TODAY[name], *cells
+
+
+def tokens() -> Iterator[Row]:
+    """One recipe at three numbers of tokens."""
+    yield "tokens", "N = 2", "N = 4", "N = 8", "less 256 tokens, N = 4"
+    models = {64: "dit-64-tokens", 256: "emoji-dit-s", 1024: "dit-1024-tokens"}
+    some = {n: [quality_row("experiment tokens", m, "ddim", devices=d) for d in (2, 4, 8)] for n, m in models.items()}
+    for count, rows in some.items():
+        less = "" if count == 256 else signed(apart(rows[1], some[256][1]))
+        yield f"{count:,}", *(mean_error(row["each"]) for row in rows), less
+
+
+def videos() -> Iterator[Row]:
+    """Where a few synchronous steps of a video are worth something."""
+    yield "synchronous steps of 16", "displaced, dB", "gain", 'predict="linear", dB', "gain by moving on"
+    base = quality_row("videos", "emoji-wan")
+    for warmup in ("fixed(1)", "fixed(2)", "fixed(3)", "fixed(4)", "first_last(1, 2)", "periodic(6)"):
+        wanted = {"parts": "videos", "model": "emoji-wan", "warmup": warmup}
+        plain, moved = quality_row(**wanted), quality_row(**wanted, strategy="displaced+linear")
+        gain = "" if plain is base else signed(apart(plain, base))
+        yield named(warmup), mean_error(plain["each"]), gain, mean_error(moved["each"]), signed(apart(moved, plain))
+
+
+def distribution() -> Iterator[Row]:
+    """A set of new images, judged without a reference."""
+    yield "300 images", "of the asked class, %", "same verdict, %", "PSNR, dB", "Fréchet distance", "sharpness"
+    for name, row in read("distribution")["rows"].items():
+        share = (f"{100 * value:.1f} ± {100 * error:.1f}" for value, error in (row["right"], row["same_verdict"]))
+        psnr = f"{row['psnr'][0]:.1f} ± {row['psnr'][1]:.1f}" if row["frechet"] > 1e-3 and "psnr" in row else ""
+        distance = f"{row['frechet']:.2f} ± {row['frechet_error']:.2f}" if row["frechet"] > 1e-3 else "0"
+        yield name.replace("fixed(1)", "`fixed(1)`"), *share, psnr, distance, f"{row['sharpness']:.3f}"
+
+
+def load() -> Iterator[Row]:
+    """Processor time of every rank's steps over the mean of all ranks, without the first step."""
+    yield "case", "ranks' means over the mean of all", "seconds inside collectives, share"
+    for name, case in read("load")["cases"].items():
+        steps = [[step["work_processor"] for step in rank["steps"][1:]] for rank in case["ranks"]]
+        means = [statistics.mean(rank) for rank in steps]
+        waits = [f"{100 * rank['in_collectives'] / rank['seconds']:.0f} %" for rank in case["ranks"]]
+        yield name, ", ".join(f"{value / statistics.mean(means):.3f}" for value in means), ", ".join(waits)
+
+
+def moving() -> Iterator[Row]:
+    """A rank that becomes slow: a step six steps later over that of speeds that were given rightly."""
+    yield "rank 1", "shares stay", "tokens move (at step)", "displaced, shares stay", "displaced, tokens move (at step)"
+    data = read("moving")
+    titles = {
+        "stopped": "stopped for every second 10 ms",
+        "busy": "shares its core with a loop",
+        "nice": "a loop, and a lower priority",
+    }
+    turns = [(way, titles[way], ranks) for way, ranks in data["ways"].items()]
+    turns[2:2] = [(way, "the same, second turn", ranks) for way, ranks in data["again"].items()]
+
+    def late(ranks: list[list[list[float]]]) -> float:
+        steps = [max(step[0] for step in both) for both in zip(*ranks, strict=True)]
+        return statistics.median(steps[data["slow from"] + 6 :])
+
+    for _, title, ways in turns:
+        base = late(ways["ring=2, speeds given"])
+        cells = []
+        for name in ("ring=2, even", "ring=2, speeds=auto", "displaced, even", "displaced, speeds=auto"):
+            moved = [f"{step}" for step, one in enumerate(ways[name][0]) if one[3] and step >= data["slow from"]]
+            cells.append(f"{late(ways[name]) / base:.2f}" + (f" ({moved[0]})" if moved else ""))
+        yield title, *cells
+
+
+def true_size() -> Iterator[Row]:
+    """One step of DiT-XL/2's shapes."""
+    yield "256 tokens", "difference from one rank", "processor s", "tensors, GB", "predicted, GB"
+    for name, form in read("dit-xl-2-1")["models"]["dit-xl-2"]["forms"].items():
+        difference, tensors = (max(rank[key] for rank in form["ranks"]) for key in ("difference", "tensors"))
+        seconds = sum(rank["processor_seconds"] for rank in form["ranks"])
+        sizes = (f"{size / 1e9:.2f}" for size in (tensors, form["predicted"]["tensors"]))
+        yield name, small(difference), f"{seconds:.1f}", *sizes
+
+
+def links() -> Iterator[Row]:
+    """Two hosts: seconds of a step, and in brackets over the bound, with and without gloo's threads."""
+    yield "", "one host", "sent, MiB per step", "10 Gb/s", "1 Gb/s", "200 Mb/s"
+    keys = ("seconds", "ratio to bound", "without gloo")
+    for name, row in read("links")["rows"].items():
+        # Its keys in four bits are no message of today.
+        if "int4" not in name:
+            cells = ["{:.2f} ({:.2f}; {:.2f})".format(*(one[key] for key in keys)) for one in row.values()]
+            yield name, cells[0], f"{row['2e+08']['MiB sent']:.1f}", *cells[1:]
+
+
+def overhead() -> Iterator[Row]:
+    """What the engine costs the host, with another version beside it."""
+    yield "microseconds per block", "13377bf0", "this", "over diffusers", "kernels", "collectives", "syncs per forward"
+    rows = {(row["contender"], row["version"]): row for row in read("overhead")["rows"] if "failed" not in row}
+    for (name, version), row in rows.items():
+        if version == "this":
+            times = [rows.get((name, each), {}).get("microseconds") for each in ("that", "this")]
+            numbers = (f"{row[key]:.1f}" if key in row else "" for key in ("kernels", "collectives"))
+            over = "" if name == "diffusers" else f"{row['over']:+.0f}"
+            yield (
+                name,
+                *("" if t is None else f"{t:.0f}" for t in times),
+                over,
+                *numbers,
+                f"{row['host synchronisations']}",
+            )
+
+
+def deadlines() -> Iterator[Row]:
+    """A server with and without deadlines."""
+    yield (
+        "load",
+        "seed",
+        "in time without deadlines, with",
+        "within twice the time",
+        "requests per second",
+        "p50, s",
+        "p95, s",
+    )
+    runs = {(run["load"], run["seed"], run["deadline"]): run for run in read("deadlines")["runs"]}
+    for at, seed in sorted({key[:2] for key in runs}):
+        pair = [runs[at, seed, deadline] for deadline in (0.0, 1.5)]
+        shares = [", ".join(f"{100 * run['attainment'][share]:.0f} %" for run in pair) for share in ("1.5", "2.0")]
+        numbers = (("throughput", 2), ("p50_seconds", 1), ("p95_seconds", 1))
+        yield (
+            f"{at}",
+            f"{seed}",
+            *shares,
+            *(", ".join(f"{run[key]:.{digits}f}" for run in pair) for key, digits in numbers),
+        )
+
+
+def training_speed() -> Iterator[Row]:
+    """Samples a second of two ranks."""
+    yield "", "samples/s, median", "relative to 1 rank, median (min to max)", "relative to accelerate, median"
+    rates = read("training")["speed"]["samples a second"]
+    alone, theirs = rates["1 rank"], rates["accelerate's DDP, 2 ranks"]
+    for name, values in rates.items():
+        ratios = [a / b for a, b in zip(values, alone, strict=True)]
+        spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if values is not alone else ""
+        against = statistics.median(a / b for a, b in zip(values, theirs, strict=True))
+        title = re.sub(r"=2, (ddp|none)", r"=2, `sharding: \1`", name)
+        yield title, f"{statistics.median(values):.2f}", f"{statistics.median(ratios):.2f}{spread}", f"{against:.2f}"
+
+
+def training_curves() -> Iterator[Row]:
+    """How far losses of several ranks are from those of one."""
+    yield "", "largest difference from 1 rank", "reproducible"
+    data = read("training")
+    whole, same = (data[key]["largest relative difference"] for key in ("curves", "curves, reproducible"))
+    for name in whole:
+        if name != "1 rank":
+            yield name, small(whole[name]), small(same[name])
+
+
+def sameness() -> Iterator[Row]:
+    """How far exact strategies are from one device after 1, 4 and 20 steps."""
+    rows = {(row["strategy"], row["tokens"]): row for row in read("sameness")["growth"]}
+    strategies, sizes = (list(dict.fromkeys(key[place] for key in rows)) for place in (0, 1))
+    yield "strategy", *(f"{tokens:,} tokens" for tokens in sizes), *(f"work, {tokens:,} tokens" for tokens in sizes)
+    for name in strategies:
+        apart_ = (", ".join(small(value) for value in rows[name, n]["difference"].values()) for n in sizes)
+        yield f"`{name}`", *apart_, *(f"{rows[name, n]['work']['ratio']:.2f}" for n in sizes)
+
+
+def files() -> Iterator[Row]:
+    """Every data file: what wrote it, and where."""
+    yield "file in `benchmarks/measured`", "command", "machine, versions, date"
+    for path in sorted(MEASURED.glob("*.json")):
+        data = read(path.stem)
+        machine = data["machine"]
+        text = machine if isinstance(machine, str) else machine.get("text") or ", ".join(map(str, machine.values()))
+        yield f"`{path.name}`", f"`{data['command']}`", text if "date" not in data else f"{text}; {data['date']}"
+
+
+NAMES = (
+    "devices counts costs gains objectives samplers few_steps strategies codecs tokens videos distribution load moving"
+)
+NAMES += " true_size links overhead deadlines training_speed training_curves sameness files"
+TABLES: dict[str, Callable[[], Iterator[Row]]] = {name.replace("_", "-"): globals()[name] for name in NAMES.split()}
+PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)((?:\|.*\n)*)")
+
+
+def markdown(name: str) -> str:
+    """A table as a page has it."""
+    head, *rows = TABLES[name]()
+    lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in row) + "|\n" for row in (head, *rows)]
+    return "".join([lines[0], f"|{'---|' * len(head)}\n", *lines[1:]])
+
+
+def main() -> None:
+    """Print, or write into the pages."""
+    parser = command_line(__doc__, figures=False)
+    parser.add_argument("--only", action="append", choices=TABLES, help="default: all")
+    parser.add_argument("--write", action="store_true", help="into the English pages")
+    options = parser.parse_args()
+    for name in options.only or TABLES:
+        print(f"\n{name}: {(TABLES[name].__doc__ or '').strip()}\n\n{markdown(name)}", end="")
+    for page in DOCS.rglob("*.md") if options.write else ():
+        text = page.read_text(encoding="utf-8")
+        if not page.name.endswith(".zh.md"):
+            page.write_text(PLACE.sub(lambda match: match[1] + markdown(match[2]), text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
