@@ -15,7 +15,7 @@ import torch
 import ditmesh
 from ditmesh.train.config import GROUPS, TrainConfig
 from ditmesh.train.optimizer.update import _schedule
-from ditmesh.train.settings import DataSetConfig, LoraConfig, SampleSettings
+from ditmesh.train.settings import DataSetConfig, LoraConfig, ReinforceConfig, RewardConfig, SampleSettings
 from support.train import configured
 
 PAGE = Path(__file__).parents[2] / "docs" / "training-settings.md"
@@ -68,6 +68,8 @@ MODELS = (
     *((f"`{group}`: {kind.__doc__}".rstrip("."), kind, f"{group}.") for group, kind in GROUPS.items()),
     ("One data set of several", DataSetConfig, "data.train_data.N."),
     ("`lora`: adapters in place of full fine-tuning", LoraConfig, "lora."),
+    ("`reinforce`: learning from rewards", ReinforceConfig, "reinforce."),
+    ("One reward", RewardConfig, "reinforce.rewards.N."),
 )
 
 

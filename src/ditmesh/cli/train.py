@@ -147,6 +147,8 @@ def _checked(config: Path, changes: Sequence[str]) -> dict[str, Any]:
         _change(run, one)
     quieten()
     chosen = TrainConfig.read(run)
+    if chosen.objective != "denoising":
+        raise ConfigError(f"--check tries how a model learns from samples; objective: {chosen.objective} has none")
     if not is_run:
         return checked_recipe(chosen)
     from ..train.data.check import checked_data
@@ -239,7 +241,9 @@ class Shown:
             words = what if total or not done else f"{what}, {done}"
             self.progress.update(self._task, description=words, total=total or None, completed=done)
         else:
-            loss, rate = f"loss {now['loss']:.4f}", f"{now['samples_per_second']:.1f} samples/s"
+            name = "reward" if "reward" in now["numbers"] else "loss"
+            loss = f"{name} {now['numbers'].get(name, now['loss']):.4f}"
+            rate = f"{now['samples_per_second']:.1f} samples/s"
             left = f"{_time(now['seconds_left'])} left"
             if self._in_lines:
                 self._say(

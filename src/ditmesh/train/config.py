@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -15,7 +15,16 @@ from ..config import ParallelConfig
 from ..errors import ConfigError, InputError, did_you_mean, problem_text, reason_of
 from ..media.files import read_whole
 from .settings import SECOND as SECOND
-from .settings import DataConfig, DataSetConfig, ModelConfig, OptimizerConfig, OutputConfig, SettingsGroup
+from .settings import (
+    DataConfig,
+    DataSetConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OutputConfig,
+    ReinforceConfig,
+    RewardConfig,
+    SettingsGroup,
+)
 from .settings import LoraConfig as LoraConfig
 from .settings import Sharding as Sharding
 
@@ -27,6 +36,12 @@ GROUPS: dict[str, type[SettingsGroup]] = {
     "model": ModelConfig,
     "optimizer": OptimizerConfig,
     "output": OutputConfig,
+}
+# Settings of samples from a data set that say nothing of images which the run draws.
+OF_SAMPLES = {
+    "data": {*DataConfig.model_fields} - {"resolution", "aspect_ratio_buckets", "num_frames", "max_sequence_length"},
+    "model": {"weighting_scheme", "logit_mean", "snr_gamma"},
+    "optimizer": {"global_batch_size", "num_train_epochs"},
 }
 # Names that settings have outside of their groups, in checkpoints.
 FLAT_NAMES = {("optimizer", "name"): "optimizer", ("optimizer", "args"): "optimizer_args"}
@@ -45,6 +60,15 @@ class TrainConfig(SettingsGroup):
         default=OptimizerConfig(), description="The steps of the run, and how they change the weights."
     )
     output: OutputConfig = Field(default=OutputConfig(), description="Checkpoints, validation and logs.")
+    objective: Literal["denoising", "flow_grpo", "ddpo"] = Field(
+        default="denoising",
+        description="``denoising``: learn from samples; or from rewards of images that the run draws, by ``flow_grpo`` "
+        "(rectified flow; Liu et al. 2025, arXiv:2505.05470) or ``ddpo`` (models of noise; Black et al. 2023, "
+        "arXiv:2305.13301).",
+    )
+    reinforce: ReinforceConfig | None = Field(
+        default=None, description="The settings of learning from rewards ([reinforcement](reinforcement.md))."
+    )
     lora: LoraConfig | None = Field(
         default=None, description="Train adapters on ``train_modules`` instead of their weights."
     )
@@ -91,6 +115,8 @@ class TrainConfig(SettingsGroup):
     @property
     def batch(self) -> int:
         """Samples of one optimizer step over all ranks."""
+        if self.reinforce is not None:
+            return self.reinforce.groups * self.reinforce.group_size
         return self.optimizer.global_batch_size or self.optimizer.train_batch_size * self.parallel.data
 
     def flat(self) -> dict[str, Any]:
@@ -196,7 +222,8 @@ def _problem_of(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         if top[0] in GROUPS and len(first["loc"]) == 2:
             return _misplaced(str(top[1]), str(top[0]))
-        known = LoraConfig if top[0] == "lora" else DataSetConfig
+        kinds = {"lora": LoraConfig, "reinforce": RewardConfig if "rewards" in first["loc"] else ReinforceConfig}
+        known = kinds.get(str(top[0]), DataSetConfig)
         name = str(first["loc"][-1])
         return f"{where!r} is no training setting{did_you_mean(name, known.model_fields)}"
     if first["type"] == "missing":
@@ -213,12 +240,15 @@ def _problem_of(error: ValidationError) -> str:
 def _contradictions(config: TrainConfig) -> Iterator[str]:
     """A sentence for everything that does not fit. Raises `ConfigError`: degrees are none of reproducible mode."""
     yield from chain(
-        _problems_of_data(config), _problems_of_steps(config), _problems_of_ranks(config), _problems_of_weights(config)
+        _problems_of_data(config) if config.objective == "denoising" else _problems_of_rewards(config),
+        *(_problems_of_steps(config), _problems_of_ranks(config), _problems_of_weights(config)),
     )
 
 
 def _problems_of_data(config: TrainConfig) -> Iterator[str]:
     data = config.data
+    if config.reinforce is not None:
+        yield "reinforce is for learning from rewards, and objective is denoising; use objective: flow_grpo, or ddpo"
     if bool(data.train_data_dir) == bool(data.train_data):
         which = "are both there; leave one out" if data.train_data else "is missing; give the folder of the samples"
         yield f"data.train_data_dir{' and data.train_data' * bool(data.train_data)} {which}"
@@ -226,6 +256,41 @@ def _problems_of_data(config: TrainConfig) -> Iterator[str]:
         yield (
             f"max_sequence_length={list(data.max_sequence_length)}: text embeddings in cache_dir have one length; "
             "give one number, or leave cache_dir out"
+        )
+
+
+# complex: a sentence for each contradiction
+def _problems_of_rewards(config: TrainConfig) -> Iterator[str]:
+    name, reinforce, lora, data = f"objective={config.objective!r}", config.reinforce, config.lora, config.data
+    if reinforce is None:
+        yield f"{name} needs prompts and rewards; give them in the section reinforce"
+        return
+    idle = [
+        f"{group}.{setting}"
+        for group, names in OF_SAMPLES.items()
+        for setting in sorted(getattr(config, group).model_fields_set & names)
+    ]
+    if idle:
+        yield f"{', '.join(idle)}: {name} draws its own samples; leave it out"
+    if config.optimizer.max_train_steps is None:
+        yield f"{name} needs a number of steps; give optimizer.max_train_steps"
+    if config.model.train_modules not in (("transformer",), (SECOND,)):
+        yield f"train_modules={list(config.model.train_modules)}: {name} trains the transformer alone; leave others out"
+    if isinstance(data.max_sequence_length, tuple) or ";" in (data.aspect_ratio_buckets or ""):
+        yield f"{name} draws one size with one length of prompts; give one max_sequence_length and one bucket"
+    if lora is None and reinforce.kl_weight is not None:
+        yield f"reinforce.kl_weight={reinforce.kl_weight:g} compares with the model without its lora; add lora"
+    if lora is not None and lora.dropout:
+        yield f"lora.dropout={lora.dropout:g}: an update would not be that of its rollout; leave it out"
+    steps, last = reinforce.trained_steps or (), reinforce.inference_steps - 1
+    if not {*(range(steps) if isinstance(steps, int) else steps)} <= {*range(last)}:
+        yield f"reinforce.trained_steps={steps}: of {last + 1} inference_steps 0 to {last - 1} draw noise; use these"
+    calls = reinforce.groups * -(-reinforce.group_size // (1 if config.in_order else config.optimizer.train_batch_size))
+    ranks = config.parallel.data
+    if calls < ranks or (config.model.sharding == "fsdp" and calls % ranks):
+        yield (
+            f"reinforce.groups={reinforce.groups} of {reinforce.group_size} samples are {calls} calls, and each of "
+            f"data={ranks} ranks needs one, with sharding: fsdp as many; use a multiple of {ranks} for groups"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from .config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = ("step", "loss", "lr", "grad_norm", "samples_per_second", "seconds")
+COLUMNS: tuple[str, ...] = ("step", "loss", "lr", "grad_norm", "samples_per_second", "seconds")
 
 
 def check_trackers(config: TrainConfig) -> None:
@@ -100,24 +100,34 @@ class TrainingLog:
     """The log of a run, written by one rank; rows from step ``from_step`` on belong to a run that was lost."""
 
     def __init__(self, config: TrainConfig, from_step: int) -> None:
-        self._path = Path(config.output_dir) / "loss.csv"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [row for row in read_log(self._path) if row["step"] < from_step]
-        with written_whole(self._path) as part, part.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
+        self._folder, self._columns = Path(config.output_dir), {"loss.csv": COLUMNS}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Validations are numbered by the steps before them.
+        for name, first in (("loss.csv", from_step), ("validation.csv", from_step and from_step + 1)):
+            rows = [row for row in read_log(self._folder / name) if row["step"] < first]
+            if rows or name in self._columns:
+                self._begin(name, tuple(rows[0] if rows else COLUMNS), rows)
         self._trackers = Trackers(config, from_step)
 
-    def add(self, row: Mapping[str, float]) -> None:
-        """Append `COLUMNS` of a step. If they cannot be written (a full disk), the row is missing, with a warning."""
-        row = {name: row[name] for name in COLUMNS}
+    def _begin(self, name: str, columns: tuple[str, ...], rows: Iterable[Mapping[str, float]]) -> None:
+        self._columns[name] = columns
+        with written_whole(self._folder / name) as part, part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, restval="nan", extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def add(self, row: Mapping[str, float], name: str = "loss.csv") -> None:
+        """Append the numbers of a step. If they cannot be written (a full disk), the row is missing, with a warning."""
+        path = self._folder / name
         try:
-            with self._path.open("a", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerow(row.values())
+            if not {*row} <= {*self._columns.get(name, ())}:
+                # The names of some numbers are known with the first of them.
+                self._begin(name, tuple(row), read_log(path))
+            with path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns[name], restval="nan").writerow(row)
         except OSError as error:
-            logger.warning("step %d is missing in %s: %s", row["step"], self._path, error)
-        self._trackers.tell("log", {name: value for name, value in row.items() if name != "step"}, int(row["step"]))
+            logger.warning("step %d is missing in %s: %s", row["step"], path, error)
+        self._trackers.tell("log", {key: value for key, value in row.items() if key != "step"}, int(row["step"]))
 
     def pictures(self, step: int, files: Mapping[str, Path]) -> None:
         """Show validation images in trackers."""
@@ -137,7 +147,7 @@ def read_log(path: Path) -> list[dict[Any, float]]:
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             try:
-                rows.append({name: float(row[name]) for name in COLUMNS})
-            except (TypeError, ValueError, KeyError):
+                rows.append({name: float(value) for name, value in row.items()})
+            except (TypeError, ValueError):
                 continue
     return rows

@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 from ..config import ParallelConfig, setting
-from ..errors import ConfigError, InputError, did_you_mean
+from ..errors import ConfigError, InputError, did_you_mean, reason_of
 from ..generate.job import check_config, check_folder
 from ..generate.model_info import ModelInfo
 from .config import TrainConfig
+from .settings import ReinforceConfig
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -30,12 +31,32 @@ def check_settings(config: TrainConfig) -> None:
         )
 
 
+def prompts_of(reinforce: ReinforceConfig) -> tuple[str, ...]:
+    """The prompts that a run learns from. Raises `InputError`: their file cannot be read, or has none."""
+    if not isinstance(reinforce.prompts, str):
+        return reinforce.prompts
+    name, why = f"reinforce.prompts={reinforce.prompts!r}", "it has no line"
+    try:
+        prompts = [line.strip() for line in Path(reinforce.prompts).read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        prompts, why = [], reason_of(error)
+    if not any(prompts):
+        raise InputError(f"{name}: {why}; give a list, or a text file with a prompt in each line")
+    return tuple(filter(None, prompts))
+
+
 def check_folders(config: TrainConfig) -> None:
-    """Reject folders of data sets, masks and reference images that are not there or empty.
+    """Reject folders of data sets, masks and reference images that are not there or empty, and what cannot be rewarded.
 
     Raises `InputError`: names the setting.
     """
     data = config.data
+    if config.reinforce is not None:
+        from .reinforce.rewards import Rewards
+
+        Rewards(config.reinforce.rewards)
+        prompts_of(config.reinforce)
+        return
     names = [f"train_data.{number}.dir" for number in range(len(data.train_data))] or ["train_data_dir"]
     for one, name in zip(data.sets, names, strict=True):
         places = [(name, one.train_data_dir), ("mask_dir", one.mask_dir), ("conditioning_dir", one.conditioning_dir)]

@@ -10,17 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..comm.backends import device_of_rank
 from ..comm.mesh import DEFAULT_DEADLINE_SECONDS
 from ..errors import ConfigError
 from ..generate.components import read_saved
-from ..generate.job import PictureJob
 from ..generate.model_info import find_model
 from ..generate.runner import PipelineRunner, rank_of_process
 from .checkpoints.export import export
 from .config import TrainConfig
+from .drawing import drawing_call, drawing_job, pixels_of
 from .memory import check_training_memory
 from .model.frozen import read_pipeline_frozen
 from .trainer import Trainer
@@ -61,9 +59,14 @@ def train(
     pipe = _read_pipeline(config, memory_limit if check_memory else math.inf)
     began = time.monotonic()
     model = type(getattr(pipe, config.denoiser))
-    with Trainer(config, pipe, device_of_rank(), timeout, report if rank_of_process() == 0 else None) as trainer:
+    kind = Trainer
+    if config.objective != "denoising":
+        from .reinforce.trainer import ReinforcementTrainer
+
+        kind = ReinforcementTrainer
+    with kind(config, pipe, device_of_rank(), timeout, report if rank_of_process() == 0 else None) as trainer:
         config, validate = trainer.config, partial(_validate, trainer)
-        if config.output.validation_prompts and (trainer.family.source_image or trainer.family.reference) is not None:
+        if config.output.validation_prompts and trainer.draws_from_images:
             name = type(pipe).__name__
             raise ConfigError(
                 f"validation_prompts: {name} draws from an image, and a prompt alone has none; leave it out"
@@ -71,9 +74,9 @@ def train(
         # Messages of the other ranks would be the same.
         reported = report if trainer.speaks else None
         if reported is not None:
-            reported(trainer.data.report)
+            reported(trainer.report)
         elif trainer.speaks:
-            trainer.data.report.log(logger)
+            trainer.report.log(logger)
         outcome = trainer.run(report=reported, validate=validate if config.output.validation_prompts else None)
         memory = max(trainer.mesh.world.all_gather_object(outcome.peak_bytes))
         bits = trainer.state.weights_digest() if config.in_order else None
@@ -113,32 +116,12 @@ def _read_pipeline(config: TrainConfig, limit: float | None) -> Any:
 def _validate(trainer: Trainer, step: int) -> dict[str, Path]:
     """Draw the validation images of a step; returns their files by name, on the rank that writes them."""
     config = trainer.config
-    runner = PipelineRunner(trainer.pipe, trainer.device)
-    labelled, length = trainer.family.conditioned_by == "label", config.data.max_sequence_length
-    conditions: list[Any] = [int(one) if labelled else one for one in config.output.validation_prompts]
-    side = None if labelled else config.data.resolution
-    job = PictureJob(
-        model="",
-        name="",
-        pipeline_class=runner.kind.__name__,
-        prompts=config.output.validation_prompts,
-        labels=tuple(conditions) if labelled else (),
-        out="",
-        width=side,
-        height=side,
-        steps=config.output.validation_inference_steps,
-        seed=config.seed,
-        max_sequence_length=length[0] if isinstance(length, tuple) else length,
-    )
-    more: dict[str, Any] = {"output_type": "np"}
-    if "use_resolution_binning" in runner.parameters:
-        # At the resolution of training, not at the nearest one of the published weights.
-        more["use_resolution_binning"] = False
-    frames: list[Any] = []
+    runner, prompts = PipelineRunner(trainer.pipe, trainer.device), config.output.validation_prompts
+    job = drawing_job(config, runner, prompts, config.output.validation_inference_steps, config.seed)
     # One by one, so that an image does not depend on the others.
-    for number in range(job.calls):
-        frames += runner.run(runner.prepare(job, number, **more))[0].frames
-    pictures = (np.stack(frames) * 255).round().clip(0, 255).astype(np.uint8)
+    outputs = [runner.run(drawing_call(runner, job, number))[0] for number in range(job.calls)]
+    pictures = pixels_of(outputs)
+    trainer.judge(pictures)
     files: dict[str, Path] = {}
     if trainer.speaks:
         from PIL import Image

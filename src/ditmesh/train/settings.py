@@ -205,6 +205,19 @@ class ModelConfig(SettingsGroup):
     )
 
 
+class RewardConfig(SettingsGroup):
+    """One reward of reinforcement learning."""
+
+    function: str = Field(
+        description="``module:function``, called as ``reward(images, prompts, **arguments)``; ``sharpness``, "
+        "``jpeg_size`` or ``colour``; or the URL of a server.",
+    )
+    name: str | None = Field(default=None, description="Its name in logs; None: the function's, or the address.")
+    weight: float = Field(default=1.0, description="Its factor in the sum of rewards; 0: it is logged only.")
+    arguments: dict[str, Any] = Field(default={}, description="Further arguments of the function, by name.")
+    timeout_seconds: float = Field(default=60.0, gt=0, le=1e6, description="Time limit of a call, with its retries.")
+
+
 class OptimizerConfig(SettingsGroup):
     """The steps of a run, and how they change the weights."""
 
@@ -282,3 +295,42 @@ class OutputConfig(SettingsGroup):
         description="``csv`` is always written; ``tensorboard`` and ``wandb`` get the same numbers, and validation "
         "images. One, or a list.",
     )
+
+
+class ReinforceConfig(SettingsGroup):
+    """Reinforcement learning: what is drawn, how it is rewarded, and how the weights follow the rewards."""
+
+    prompts: Annotated[tuple[str, ...], Field(min_length=1)] | str = Field(
+        description="Prompts, or labels, or the path of a text file with one in each line."
+    )
+    rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = Field(
+        description="The rewards, whose weighted sum is to rise."
+    )
+    on_reward_failure: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="``stop``: a reward that fails ends the run with a checkpoint; ``skip``: its group is left out.",
+    )
+    group_size: int = Field(default=8, ge=2, le=1024, description="Samples of a prompt, which are compared in a step.")
+    groups: Samples = Field(default=4, description="Prompts of a step, over all ranks.")
+    epochs: int = Field(default=1, ge=1, le=1024, description="Updates of the weights by the samples of a step.")
+    inference_steps: int = Field(
+        default=10, ge=2, le=1000, description="Denoising steps of a sample; all but the last one draw noise."
+    )
+    trained_steps: Positive | Annotated[tuple[int, ...], Field(min_length=1)] | None = Field(
+        default=None,
+        description="Denoising steps that are trained: their numbers from 0, or how many, drawn anew in every step of "
+        "the run; None: all but the last one.",
+    )
+    noise_level: float | None = Field(
+        default=None,
+        gt=0,
+        le=10,
+        description="The noise of a denoising step: the ``a`` of ``flow_grpo`` (None: 0.7), DDIM's eta (None: 1).",
+    )
+    clip_range: float = Field(default=1e-4, gt=0, le=1, description="How far from 1 the ratio of probabilities counts.")
+    kl_weight: float | None = Field(
+        default=None,
+        ge=0,
+        description="Weight of the divergence from the model without ``lora``; 0: it is logged; None: it is unknown.",
+    )
+    guidance: float | None = Field(default=None, description="Guidance scale of images; None: the pipeline's.")

@@ -6,11 +6,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from .data.order import MicroBatch, shares
 from .data.sources import all_samples
 from .data.training_data import TrainingData
 from .first_rank import on_first
-from .logs import TrainingLog, check_trackers
+from .logs import COLUMNS, TrainingLog, check_trackers
 from .memory import peak_bytes
 from .model.frozen import freeze_encoders
 from .objective import NoiseObjective, sample_losses
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """The report after every optimizer step: the mean loss over its samples, and the norm before clipping."""
+    """The report after every optimizer step: the mean loss over its samples, the norm before clipping, and others."""
 
     step: int
     steps: int
@@ -51,6 +52,7 @@ class Progress:
     grad_norm: float
     samples_per_second: float
     seconds_left: float
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,10 @@ class Trainer:
         preparing: called with a `Preparing` while the data set is read and encoded, and with a `ResumeReport` when a
             checkpoint has been loaded.
 
+    Attributes:
+        steps, digest, report: optimizer steps of the run, a digest of its samples, and the report about them.
+        draws_from_images: whether the pipeline needs an image beside a prompt.
+
     Raises:
         ConfigError, InputError: settings, data and model do not fit.
     """
@@ -108,8 +114,7 @@ class Trainer:
     ) -> None:
         self._report_preparing = preparing
         self.config, self.pipe, self.device = config, pipe, torch.device(device)
-        self.family = ObservedFamily(pipe, config)
-        self.objective = NoiseObjective(self.family.scheduler, config)
+        self._observe()
         self.mesh = Mesh(config.placement, self.device, timeout)
         self._failed = False
         self._undo = ExitStack()
@@ -127,12 +132,28 @@ class Trainer:
         """Hand the output folder to the caller, who closes it; `close` does not free it then."""
         return self._lock.pop_all()
 
+    def _observe(self) -> None:
+        self.family = ObservedFamily(self.pipe, self.config)
+        self.objective = NoiseObjective(self.family.scheduler, self.config)
+
     def _prepare(self) -> None:
         config, pipe = self.config, self.pipe
         torch.manual_seed(config.seed)
         # Before the device has whole ones.
         freeze_encoders(pipe, config)
         pipe.to(self.device)
+        self._prepare_data()
+        self.trained = trained_modules(pipe, config)
+        self.model = getattr(pipe, config.denoiser)
+        self.parallel = ParallelTraining(self.trained, self.model, config, self.mesh, self._undo, self._restore)
+        self.update = WeightUpdate(self.trained, config, self.mesh, self.steps)
+        self.state = TrainState(config, self.mesh, self.trained, self.parallel.slices, self.update)
+        self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.output.checkpoints_total_limit)
+        self._undo.callback(self.checkpoints.close)
+        self.step = 0
+
+    def _prepare_data(self) -> None:
+        config, pipe = self.config, self.pipe
         self.family.prepare(pipe)
         by = self.family.conditioned_by
         samples = agreed_samples(self.mesh, lambda advance: all_samples(config.data, by, advance), self._preparing)
@@ -140,14 +161,8 @@ class Trainer:
         if (bounds := self.family.moments_of_training) is not None:
             # Those of the one of two transformers that is trained.
             self.objective.keep_between(*bounds)
-        self.trained = trained_modules(pipe, config)
-        self.model = getattr(pipe, config.denoiser)
-        self.parallel = ParallelTraining(self.trained, self.model, config, self.mesh, self._undo, self._restore)
-        self.update = WeightUpdate(self.trained, config, self.mesh, self.data.steps)
-        self.state = TrainState(config, self.mesh, self.trained, self.parallel.slices, self.update)
-        self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.output.checkpoints_total_limit)
-        self._undo.callback(self.checkpoints.close)
-        self.step = 0
+        self.steps, self.digest, self.report = self.data.steps, self.data.digest, self.data.report
+        self.draws_from_images = (self.family.source_image or self.family.reference) is not None
 
     # --- the loop ----------------------------------------------------------------------------------------
 
@@ -187,23 +202,18 @@ class Trainer:
         validate: Callable[[int], Mapping[str, Path] | None] | None,
         until: int | None,
     ) -> Outcome:
-        config, outcome = self.config, Outcome(skipped=list(self.data.corrupt))
-        outcome.changed, encoded = self._resume(), self.data.encoded
-        encoded.fill_cache(self.mesh, self._preparing)
-        if encoded.is_complete:
-            # The device is free of what has encoded them.
-            encoded.encoders.release()
-            self._undo.callback(lambda: None if self._failed else encoded.encoders.restore())
+        config, outcome = self.config, Outcome()
+        outcome.changed = self._resume()
+        self._begin()
         on_first(self.mesh.world, lambda: check_trackers(config))
-        log = TrainingLog(config, self.step) if self.speaks else None
-        end = min(self.data.steps, until or self.data.steps)
+        self.log = log = TrainingLog(config, self.step) if self.speaks else None
+        end = min(self.steps, until or self.steps)
         try:
             if self.step == 0:
                 self._validate(validate, log)
             while self.step < end:
                 began = time.perf_counter()
-                batches = self.data.order.step(self.step)
-                loss, norm = self._optimizer_step(batches)
+                loss, norm, samples, others = self._take_step()
                 self.step += 1
                 outcome.losses[self.step - 1] = loss
                 outcome.peak_bytes = outcome.peak_bytes or peak_bytes(self.device)
@@ -212,37 +222,59 @@ class Trainer:
                 self.update.schedule.step()
                 now = Progress(
                     step=self.step,
-                    steps=self.data.steps,
+                    steps=self.steps,
                     loss=loss,
                     lr=rate,
                     grad_norm=norm,
-                    samples_per_second=sum(batch.count for batch in batches) / seconds,
-                    seconds_left=(self.data.steps - self.step) * seconds,
+                    samples_per_second=samples / seconds,
+                    seconds_left=(self.steps - self.step) * seconds,
+                    numbers=others,
                 )
                 if log is not None:
-                    log.add(asdict(now) | {"step": self.step - 1, "seconds": seconds})
+                    row = asdict(now) | {"step": self.step - 1, "seconds": seconds}
+                    log.add({name: row[name] for name in COLUMNS} | others)
                 if report is not None:
                     report(now)
                 if self.step % config.output.checkpointing_steps == 0 or self.step >= end:
                     self._save(outcome)
-                if self.step % config.output.validation_steps == 0 or self.step == self.data.steps:
+                if self.step % config.output.validation_steps == 0 or self.step == self.steps:
                     self._validate(validate, log)
         finally:
             if log is not None:
                 log.close()
         outcome.step = self.step
-        skipped, outcome.notes = encoded.gather_notes(self.mesh)
-        outcome.skipped += skipped
+        self._end(outcome)
         return outcome
 
     def _validate(self, validate: Callable[[int], Mapping[str, Path] | None] | None, log: TrainingLog | None) -> None:
         """Have images drawn with the weights that would be saved. Collective."""
         if validate is None:
             return
-        with self.update.averaged(), self.data.encoded.encoders.on_device():
+        with self.update.averaged(), self._encoders():
             pictures = validate(self.step)
         if log is not None and pictures:
             log.pictures(max(self.step - 1, 0), pictures)
+
+    def judge(self, pictures: np.ndarray) -> None:
+        """Take the validation images, (B, H, W, 3) uint8, of which objectives may log numbers. Collective."""
+
+    def _begin(self) -> None:
+        """Do what precedes the first step of this run. Collective."""
+        encoded = self.data.encoded
+        encoded.fill_cache(self.mesh, self._preparing)
+        if encoded.is_complete:
+            # The device is free of what has encoded them.
+            encoded.encoders.release()
+            self._undo.callback(lambda: None if self._failed else encoded.encoders.restore())
+
+    def _end(self, outcome: Outcome) -> None:
+        """Complete what is said about the run. Collective."""
+        skipped, outcome.notes = self.data.encoded.gather_notes(self.mesh)
+        outcome.skipped += [*self.data.corrupt, *skipped]
+
+    def _encoders(self) -> AbstractContextManager[None]:
+        """A context in which encoders and autoencoder are on the device."""
+        return self.data.encoded.encoders.on_device()
 
     def _preparing(self, what: str, done: int, total: int) -> None:
         if self._report_preparing is not None:
@@ -252,6 +284,11 @@ class Trainer:
     def speaks(self) -> bool:
         """True if this rank writes logs and images."""
         return self.mesh.rank == 0
+
+    def _take_step(self) -> tuple[float, float, int, dict[str, float]]:
+        """Do the next step; returns its loss, norm and samples, and what else the objective logs. Collective."""
+        batches = self.data.order.step(self.step)
+        return *self._optimizer_step(batches), sum(batch.count for batch in batches), {}
 
     def _optimizer_step(self, batches: list[MicroBatch]) -> tuple[float, float]:
         """One step; returns the mean loss over its samples, and the norm of the gradient before clipping."""
@@ -297,7 +334,7 @@ class Trainer:
                 f"{self.config.output_dir} stays; use a lower learning_rate "
                 f"(now {self.config.optimizer.learning_rate:g}) and --resume"
             )
-        facts = self.state.facts(self.data.digest)
+        facts = self.state.facts(self.digest)
         problem = self.checkpoints.save(self.step, self.state.tensors(), facts)
         if problem is not None:
             outcome.unsaved.append(problem)
@@ -309,14 +346,14 @@ class Trainer:
         if folder is None:
             return []
         facts = on_first(self.mesh.world, lambda: checkpoint_facts(folder))
-        now = run_settings(self.config, self.data.digest)
+        now = run_settings(self.config, self.digest)
         changed = on_first(
             self.mesh.world,
             lambda: run_differences(facts.get("settings", {}), now, self.config.output.resume_allow_changed),
         )
         self.step = self.state.load(self.checkpoints, folder, facts)
         if self._report_preparing is not None:
-            lines = [f"resuming from {folder.name}: {self.step} of {self.data.steps} steps are done"]
+            lines = [f"resuming from {folder.name}: {self.step} of {self.steps} steps are done"]
             lines += [f"  changes the curve: {sentence}" for sentence in changed]
             self._report_preparing(ResumeReport(tuple(lines)))
         elif self.speaks:
@@ -343,7 +380,7 @@ class Trainer:
         self.mesh.abandon()
         self.close()
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -63,7 +63,7 @@ class ObservedRun:
     decoded: Tensor | None = None
 
 
-class _StandIn:
+class StandIn:
     """Stands in for a pipeline's transformer: its attributes are the transformer's, a call is a function's.
 
     The transformer's own hooks, those of parallel ranks among them, hear nothing of such a call.
@@ -190,7 +190,7 @@ class _Run:
                 model = getattr(pipe, name, None)
                 if model is not None:
                     undo.callback(vars(pipe).__setitem__, name, model)
-                    vars(pipe)[name] = _StandIn(model, partial(self._forward, name == SECOND))
+                    vars(pipe)[name] = StandIn(model, partial(self._forward, name == SECOND))
             self._patch(undo)
             guider = getattr(pipe, "guider", None)
             if guider is not None and getattr(guider, "_enabled", False):
@@ -226,18 +226,9 @@ class _Run:
             self.seen.decoded = (latents.transpose(0, 1)[None] if frames else latents).detach().clone()
             raise _Stop
 
-        def encode(*args: Any, **kwargs: Any) -> Any:
-            results, given = self._watcher.prompts, values_in({"args": args, "kwargs": kwargs})
-            key = repr([(path, tensor_digest(one) if isinstance(one, Tensor) else one) for path, one in given])
-            if key not in results:
-                results[key] = prompts.original(*args, **kwargs)
-            return results[key]
-
         if decoder is not None:
             undo.callback(Patch(decoder, "decode", decode).undo)
-        if callable(getattr(self._pipe, "encode_prompt", None)):
-            prompts = Patch(self._pipe, "encode_prompt", encode)
-            undo.callback(prompts.undo)
+        undo.callback(remember_prompts(self._pipe, self._watcher.prompts))
 
     def _forward(self, is_second: bool, *args: Any, **kwargs: Any) -> Any:
         watcher, seen = self._watcher, self.seen
@@ -277,7 +268,7 @@ class _Run:
             if len(steps) == self._steps:
                 raise _Stop
         chosen = None if self._samples is None else self._samples(number)
-        return result if chosen is None else _stepped(result, chosen / later)
+        return result if chosen is None else stepped(result, chosen / later)
 
     def _inputs(self, *args: Any, **kwargs: Any) -> tuple[float, Tensor, Tensor]:
         """Timestep, result of the transformer and sample of a step; solvers write into their arguments."""
@@ -312,7 +303,23 @@ class _Run:
         steps.append(WatchedStep(call, output, moment, sample))
         result = original(*args, **kwargs)
         chosen = None if self._samples is None else self._samples(len(steps) - 1)
-        return result if chosen is None else _stepped(result, chosen[part])
+        return result if chosen is None else stepped(result, chosen[part])
+
+
+def remember_prompts(pipe: Any, results: dict[str, Any]) -> Callable[[], None]:
+    """Let a pipeline encode each prompt once and keep the results; returns the undo."""
+    if not callable(getattr(pipe, "encode_prompt", None)):
+        return lambda: None
+
+    def encode(*args: Any, **kwargs: Any) -> Any:
+        given = values_in({"args": args, "kwargs": kwargs})
+        key = repr([(path, tensor_digest(one) if isinstance(one, Tensor) else one) for path, one in given])
+        if key not in results:
+            results[key] = patch.original(*args, **kwargs)
+        return results[key]
+
+    patch = Patch(pipe, "encode_prompt", encode)
+    return patch.undo
 
 
 def tensors_in(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -335,7 +342,7 @@ def replaced(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     return held.kwargs
 
 
-def _stepped(result: Any, chosen: Tensor) -> Any:
+def stepped(result: Any, chosen: Tensor) -> Any:
     before = result[0] if isinstance(result, tuple) else result.prev_sample
     after = chosen.to(before).expand_as(before) if before.dim() > chosen.dim() else chosen.to(before)
     if isinstance(result, tuple):

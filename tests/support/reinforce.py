@@ -1,0 +1,59 @@
+"""Runs that learn from rewards, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ditmesh.train.reinforce.trainer import ReinforcementTrainer
+from support.train import configured, loaded
+
+
+def redness(images: np.ndarray, prompts: list[str]) -> np.ndarray:
+    """How much more red than green and blue an image has."""
+    return (images[..., 0].astype(float) - images[..., 1:].mean(-1)).mean((1, 2)) / 255
+
+
+def picky(images: np.ndarray, prompts: list[str]) -> np.ndarray:
+    """`redness`, which raises for a cactus."""
+    if "a cactus" in prompts:
+        raise ValueError("a cactus is green")
+    return redness(images, prompts)
+
+
+def given(out: Path, **more: Any) -> dict[str, Any]:
+    """A short run of the embedded Flux; names of settings are unique, and stand here without groups."""
+    reinforce = {
+        "prompts": ["a red fox", "a cactus"],
+        "rewards": [{"function": "support.reinforce:redness"}],
+        "group_size": 4,
+        "groups": 2,
+        "inference_steps": 3,
+        "guidance": 1.0,
+    }
+    return {
+        "pretrained_model_name_or_path": "emoji-flux",
+        "output_dir": str(out),
+        "objective": "flow_grpo",
+        "reinforce": reinforce | more.pop("reinforce", {}),
+        "max_sequence_length": 16,
+        "resolution": 64,
+        "train_batch_size": 2,
+        "max_train_steps": 2,
+        "learning_rate": 1e-3,
+        "lora": {"rank": 2},
+        **more,
+    }
+
+
+def trained(settings: dict[str, Any], until: int | None = None) -> tuple[list[dict[str, float]], str]:
+    """The numbers of every step of a run, but for seconds, and the digest of its weights."""
+    config = configured(settings)
+    with ReinforcementTrainer(config, loaded(config.pretrained_model_name_or_path), timeout=100.0) as trainer:
+        rows: list[dict[str, float]] = []
+        trainer.run(
+            report=lambda now: rows.append({"loss": now.loss, "norm": now.grad_norm, **now.numbers}), until=until
+        )
+        return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows], trainer.state.weights_digest()
