@@ -77,8 +77,9 @@ def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
 def component_names(kind: type) -> list[str]:
     """Names of the components that a pipeline of a class may have."""
     import diffusers
+    from diffusers.modular_pipelines.modular_pipeline import ModularPipeline
 
-    if issubclass(kind, diffusers.ModularPipeline) and (name := kind.default_blocks_name) is not None:
+    if issubclass(kind, ModularPipeline) and (name := kind.default_blocks_name) is not None:
         return [spec.name for spec in getattr(diffusers, name)().expected_components]
     return list(inspect.signature(kind.__init__).parameters)
 

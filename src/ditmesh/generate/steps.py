@@ -71,7 +71,7 @@ def loop_steps(pipe: Any, planned: int) -> int:
     """
     if in_chunks(pipe):
         return pipe.num_timesteps
-    scheduler = getattr(pipe, "scheduler", None)
+    scheduler: Any = getattr(pipe, "scheduler", None)
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or not hasattr(scheduler, "begin_index"):
         return planned
