@@ -23,6 +23,7 @@ from ditmesh.generate.modular import call_parameters
 from ditmesh.lab.plan.hardware import machine
 from ditmesh.lab.plan.subject import subject
 from ditmesh.memory import check as memory
+from ditmesh.memory import walk
 from ditmesh.memory.catalogue import shapes
 from ditmesh.memory.check import check_memory
 from ditmesh.memory.sizes import usual_frames, workload_of
@@ -140,6 +141,17 @@ def test_a_folder_of_minimax_h3_is_planned_as_the_shipped_model():
     info = ModelInfo("h3", Path(), True, index, {"patch_size": [1, 2, 2], "in_channels": 24}, vae)
     found, shipped = workload_of(info), workload_of(shapes()["minimax-h3"])
     assert (found.frames, found.rows, found.cols) == (shipped.frames, shipped.rows, shipped.cols) == (37, 24, 42)
+
+
+def test_of_equal_tiles_one_is_walked(monkeypatch):
+    """The autoencoder of MiniMax-H3 decodes in tiles; it needs as much as if all of them were walked."""
+    small = {"block_out_channels": (8,) * 6, "norm_num_groups": 4, "decoder_num_layers": 1, "decoder_ffn_mult": 1000}
+    small |= {"decoder_num_attention_heads": 2, "decoder_attention_head_dim": 16}
+    decode, given = inspect.unwrap(walk.decode), ("AutoencoderKLMiniMaxH3", small, ParallelConfig(), (1, 7, 24, 24))
+    found, walked = decode(*given, torch.bfloat16), []
+    monkeypatch.setattr(walk, "_tile", lambda alive, decode, tiles, tile: walked.append(1) or decode(tile))
+    assert decode(*given, torch.bfloat16) == found
+    assert len(walked) == 4
 
 
 def test_sequence_ranks_share_what_there_is(tmp_path: Path):

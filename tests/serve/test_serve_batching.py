@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import random
 import sys
 import threading
 import time
@@ -50,7 +49,6 @@ from ditmesh.serve.worker.protocol import (
 )
 from ditmesh.serve.worker.worker import give_way
 from support.batching import (
-    ENDS,
     STEPS,
     Owner,
     alone,
@@ -209,36 +207,6 @@ def test_adapters_are_on_for_their_own_requests_alone(ranks, tmp_path):
         # As `ditmesh generate` would have it.
         assert finished.receipt["weights_digest"] == digests[id]
     assert min(abs(truths[a] - truths[b]).max() for a, b in (("0", "1"), ("0", "2"), ("1", "2"))) > 20
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_requests_with_values_ahead_have_their_bits(ranks, tmp_path, seed):
-    """They begin while others wait; some can be in time and pause others of their owner, some are cancelled."""
-    choice, loras = random.Random(seed), {name: str(save_lora(tmp_path, n)) for n, name in enumerate("ab")}
-    starts, cancels = [], {}
-    for number in range(20):
-        adapters = [{"name": name, "scale": choice.choice([0.5, 1.0])} for name in choice.sample("ab", number % 3)]
-        more = {"steps": choice.randint(1, 6), "guidance": choice.choice([1.0, 3.0]), "loras": tuple(adapters)}
-        start = task(str(number), choice.choice(PROMPTS), seed=number, width=64, height=64, **more)
-        starts.append(replace(start, owner=choice.choice("cd"), left=choice.choice([1e6, None, None]), seconds=1.0))
-        cancels[start.id] = choice.choice([1, 2, 7, 7])
-
-    def served(at_a_time: int, **config: Any) -> list[Any]:
-        waiting = [*starts]
-
-        def script(message: Any, send: Any) -> None:
-            for _ in range(at_a_time if isinstance(message, ModelReady) else isinstance(message, ENDS)):
-                send(waiting.pop(0)) if waiting else None
-            if isinstance(message, TaskStepped) and at_a_time > 1 and cancels[message.id] == message.step:
-                send(Cancel(message.id))
-
-        return Owner(script, 20).serve(ranks(2), [spec(ulysses=2, loras=loras, **config)])
-
-    truth, said = served(1), served(4, precompute=True)
-    assert 2 < len(of(said, Cancelled)) == 20 - len(of(said, Finished))
-    for finished in of(said, Finished):
-        assert np.array_equal(picture(said, finished.id), picture(truth, finished.id)), finished.id
 
 
 def serve_odd(specs: Any, *, report: Any) -> None:

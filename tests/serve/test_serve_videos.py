@@ -29,7 +29,7 @@ from support.tiny import save_tiny_anyflow, save_tiny_ltx
 
 pytest.importorskip("av", reason="PyAV is not installed: pip install av")
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 SIZE, FRAMES, STEPS, FPS = (64, 32), 9, 3, 10
 ASKED: dict[str, Any] = {"prompt": "a fox", "seed": 5, "steps": STEPS, "guidance": 3.0, "fps": FPS}
@@ -49,7 +49,7 @@ def http(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[htt
     settings = ServiceSettings(devices=2, device="cpu", threads=1, launcher="local")
     service = Service([films, chunks], tmp_path_factory.mktemp("state"), settings)
     with serving(service, ApiSettings()) as url, httpx.Client(base_url=url, timeout=30) as http:
-        limit = time.monotonic() + 100
+        limit = time.monotonic() + 200
         while http.get("/readyz").status_code != 200:
             assert time.monotonic() < limit
             time.sleep(0.1)

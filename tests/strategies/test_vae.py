@@ -20,8 +20,9 @@ import ditmesh
 from ditmesh import zoo
 from ditmesh.parts.band import Band, bands_of
 from ditmesh.parts.banded import Banded, UncuttableOperation
-from ditmesh.strategies.vae.parallel import TESTED, in_bands
+from ditmesh.strategies.vae.parallel import TESTED, InBands, _why_whole, in_bands
 from support.autoencoders import CASES, against_whole, bands_of_ranks, without
+from support.models import fresh
 from support.sample import sampled
 
 # Operations that are computed on whole tensors: frames are written one by one into room for all.
@@ -285,3 +286,25 @@ def test_tiling_is_left_alone(ranks):
         assert not any(found["banded"].values())
         assert len(found["said"]) == 1
         assert "tiling is on" in found["said"][0]
+
+
+def of_minimax() -> tuple[str | None, float]:
+    """Why the autoencoder of MiniMax-H3 runs whole by itself; and without tiles the error of what it encodes."""
+    vae = fresh("minimax vae").requires_grad_(False)
+    pixels = torch.randn(1, 3, 17, 176, 64, generator=torch.Generator().manual_seed(0))
+    truth = vae.disable_tiling() or vae.encode(pixels, return_dict=False)[0].parameters
+    with torch.no_grad(), bands_of_ranks() as bands:
+        banded = InBands(vae, bands.link)
+        found = banded.call("encode", pixels, return_dict=False)[0].parameters
+        with pytest.raises(UncuttableOperation):
+            banded.call("decode", torch.zeros(1, 24, 7, 11, 4))
+        vae.enable_tiling()
+        return _why_whole(vae, pixels, bands.link), float((found - truth).abs().max() / truth.abs().max())
+
+
+def test_minimax_h3_decodes_whole(ranks):
+    """By default it works in tiles, as its released frames were; without them a decoder of tokens has no bands."""
+    for why, error in ranks(2).run(of_minimax):
+        assert why is not None
+        assert "tiling is on" in why
+        assert error <= TOLERANCE

@@ -22,6 +22,7 @@ from ditmesh.train.observed.family import CAPTIONS, ObservedFamily
 from ditmesh.train.observed.maps import FillValues
 from ditmesh.train.observed.recipe import MOST_OFF
 from ditmesh.train.observed.watch import sample_of
+from ditmesh.train.parallel import trained_modules
 from ditmesh.train.trainer import Trainer
 from support.exam.values import film
 from support.families import BY_HAND
@@ -225,6 +226,8 @@ def test_an_encoder_that_is_trained_has_gradients():
     odd = ObservedFamily(pipe, settings(train_modules=["transformer", "vae"], **wanted))
     with pytest.raises(ConfigError, match="no gradient reaches vae"):
         odd.check_size(pipe, (32, 32))
+    with pytest.raises(ConfigError, match="recomputes blocks without the mask"):
+        trained_modules(pipe, settings(gradient_checkpointing=True, **wanted))
 
 
 def test_a_video_of_a_picture_is_trained_with_its_first_frame(tmp_path: Path):

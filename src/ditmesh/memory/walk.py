@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from ..config import ParallelConfig
 from ..core.alive import LiveBytes, manual_collection
 from ..core.clock import TIMESTEPS
+from ..core.patching import Patch
 from ..engine import Engine
 from ..errors import LayoutError, first_line
 from ..layout import TokenLayout
@@ -254,8 +256,24 @@ def decode(
             for strategy in strategies:
                 strategy.begin_request(Request(pipe))
                 undo.callback(strategy.end_request, True)
+            if getattr(vae, "use_tiling", False):
+                undo.callback(Patch(vae.decoder, "forward", partial(_tile, alive, vae.decoder.forward, {})).undo)
             vae.decode(torch.empty(latents, dtype=dtype), return_dict=False)
         return Needs(weight_bytes(vae), alive.peak)
+
+
+def _tile(alive: LiveBytes, decode: Callable[[Tensor], Tensor], tiles: dict[Any, Any], tile: Tensor) -> Tensor:
+    """A decoded tile. Only the first of each shape is walked, of the hundreds of a video: the others need as much."""
+    if tile.shape not in tiles:
+        before, highest = alive.now, alive.peak
+        alive.reset()
+        result = decode(tile)
+        tiles[tile.shape] = result.shape, result.dtype, alive.peak - before
+        alive.peak = max(highest, alive.peak)
+        return result
+    shape, dtype, need = tiles[tile.shape]
+    alive.peak = max(alive.peak, alive.now + need)
+    return tile.new_empty(shape, dtype=dtype)
 
 
 def largest_layer(kind: str, settings: Mapping[str, Any], dtype: torch.dtype) -> float:

@@ -145,7 +145,8 @@ class BatchParallel:
             predicted, own, output = of.now.ahead.pop(number)
             if self._as_predicted(given, predicted, own, call):
                 return output
-        sequential = bool(of.now.ahead) or number > 0
+        # A cache with one state for all calls is given the same rows in each of them.
+        sequential = bool(of.now.ahead) or (number > 0 and not stateful)
         # Other values stay whole until it is known whether the pipeline has its branches in calls of their own.
         new = not (of.before.calls or self._hooks.layout.rows) and self.data.size == 1
         return self._shared(proceed, arguments, self.data if sequential or new else self.rows)

@@ -19,6 +19,8 @@ from .model.adapters import add_adapters
 from .model.frozen import freeze
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+# Their forwards in diffusers 0.42.1 leave the mask out of some blocks that are recomputed.
+UNMASKED = ("ChromaTransformer2DModel",)
 
 
 def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
@@ -44,6 +46,11 @@ def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
             for parameter in module.parameters():
                 parameter.data = aligned(parameter.data)
     if config.model.gradient_checkpointing:
+        if type(model).__name__ in UNMASKED:
+            raise ConfigError(
+                f"gradient_checkpointing=True: {type(model).__name__} of diffusers recomputes blocks without the mask "
+                "of the text, and gradients would be wrong; leave it out"
+            )
         model.enable_gradient_checkpointing()
     return nn.ModuleDict({name: pipe.components[name] for name in config.model.train_modules})
 
