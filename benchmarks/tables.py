@@ -81,7 +81,7 @@ WARMUPS += ("adaptive(0.001, 10)",)
 
 def of_images(row: dict[str, Any], base: dict[str, Any] | None = None) -> list[str]:
     """Mean PSNR, the worst image, SSIM, and how far from the same images of another row."""
-    less = "" if base in (None, row) else signed(apart(row, base))
+    less = "" if base is None or base is row else signed(apart(row, base))
     return [mean_error(row["each"]), f"{min(row['each']):.1f}", f"{row['ssim']['value']:.4f}", less]
 
 
