@@ -161,7 +161,7 @@ def test_a_plan_ends_with_the_line_to_type(capfd):
 def test_a_plan_of_what_does_not_fit(capfd):
     code, out, err = plan(capfd, "pixart-sigma", "--hardware", "4090", "--devices", "1", "--memory", "8")
     assert code == 0, err
-    assert "none of these fits: no exact configuration of up to 16 devices fits" in " ".join(out.split())
+    assert "none of these fits: --devices 1 --offload group fits" in " ".join(out.split())
     assert "ditmesh generate" not in out
 
 
