@@ -29,9 +29,9 @@ from support.exam import TABLE, Exam
 from support.train import configured
 
 # And calls that no other test makes: every given frame is given for good, and none a little.
+EXAMS = {**exam.EXAMS, **{name: exam.exam(name, row=row) for name, row in TABLE["observed"].items()}}
 # Exams of modular pipelines end before the autoencoder; tests/generate/test_modular.py trains some.
-CLASSIC = {name: one for name, one in exam.EXAMS.items() if "Modular" not in name}
-EXAMS = {**CLASSIC, **{name: exam.exam(name, row=row) for name, row in TABLE["observed"].items()}}
+CLASSIC = [name for name in EXAMS if "Modular" not in name]
 # What calls of exams have for guidance, and cannot have without.
 NOT_WITHOUT_GUIDANCE = dict.fromkeys(("AnyFlowPipeline", "AnyFlowFARPipeline"), ("negative_prompt_embeds",))
 # The prompts, or labels, of exams by caption or label.

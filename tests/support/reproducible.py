@@ -128,8 +128,8 @@ def row_bits(name: str, configs: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def is_trained(config: dict[str, Any]) -> bool:
-    """True if gradients are not refused in reproducible mode: branches of guidance, and rows that ranks share."""
-    return "cfg" not in config and ("data" not in config or "inputs" in config)
+    """True if reproducible mode takes gradients: not of guidance, rows that ranks share, or patches."""
+    return not {"cfg", "patches", "pipe"} & config.keys() and ("data" not in config or "inputs" in config)
 
 
 def some(rows: list[int], value: Any) -> Any:

@@ -26,7 +26,7 @@ from ditmesh.train.parallel import trained_modules
 from ditmesh.train.trainer import Trainer
 from support.exam.values import film
 from support.families import BY_HAND
-from support.observed import EXAMS, OTHER, observed, planted, settings
+from support.observed import CLASSIC, EXAMS, OTHER, observed, planted, settings
 from support.sample import sampled
 from support.train import save_pipeline
 from support.trainable import LEAST, REFUSED, UPSTREAM
@@ -91,7 +91,7 @@ def test_no_wrong_recipe_passes(name: str):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", EXAMS)
+@pytest.mark.parametrize("name", CLASSIC)
 def test_every_pipeline_is_derived_or_refused(name: str):
     """Each is derived, so that every planted mistake shows, or refused in a sentence of one line."""
     if not hasattr(EXAMS[name].make(), "transformer"):
@@ -108,7 +108,7 @@ def test_every_pipeline_is_derived_or_refused(name: str):
 
 def test_most_pipelines_of_diffusers_tests_are_derived():
     """The count; the test before shows for each exam that it is so."""
-    derived = {name.split()[0] for name in EXAMS if name not in REFUSED}
+    derived = {name.split()[0] for name in CLASSIC if name not in REFUSED}
     assert not REFUSED.keys() - EXAMS.keys()
     assert sum(name in derived for name in UPSTREAM) >= LEAST
 
@@ -117,7 +117,7 @@ def test_most_pipelines_of_diffusers_tests_are_derived():
     "name",
     [
         pytest.param(name, marks=() if name == "FluxControlNetPipeline" else pytest.mark.matrix)
-        for name in EXAMS
+        for name in CLASSIC
         if base_class(getattr(diffusers, name.split()[0], object)) is not None and name not in REFUSED
     ],
 )

@@ -241,8 +241,8 @@ class Shown:
             words = what if total or not done else f"{what}, {done}"
             self.progress.update(self._task, description=words, total=total or None, completed=done)
         else:
-            name = "reward" if "reward" in now["numbers"] else "loss"
-            loss = f"{name} {now['numbers'].get(name, now['loss']):.4f}"
+            name = "reward" if "reward" in now.get("numbers", {}) else "loss"
+            loss = f"{name} {now['numbers'][name] if name == 'reward' else now['loss']:.4f}"
             rate = f"{now['samples_per_second']:.1f} samples/s"
             left = f"{_time(now['seconds_left'])} left"
             if self._in_lines:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..core.arguments import parameter_names
 from ..core.patching import Patch
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class StepEvents:
 
 def in_chunks(pipe: Any) -> bool:
     """True if a pipeline draws a video chunk by chunk, each with all its steps."""
-    return callable(pipe) and "chunk_partition" in parameter_names(type(pipe).__call__)
+    return callable(pipe) and "chunk_partition" in inspect.signature(type(pipe).__call__).parameters
 
 
 def loop_steps(pipe: Any, planned: int) -> int:
