@@ -171,13 +171,13 @@ def raise_for_peer(link: str, error: RuntimeError, state: RequestState | None = 
 
     ``state``: of the request, with the error of the rank that failed first, if that was reported.
     """
-    # Frames of torch hold the group, whose connections are open to its last reference: others would wait for this rank.
-    traceback.clear_frames(error.__traceback__)
     text, backend = str(error), isinstance(error, dist.DistBackendError)
     known = backend or any(words in text.lower() for words in ("gloo", "nccl", "closed by peer"))
     if isinstance(error, PeerError) or not known:
         # Not from itself: causes would be a circle.
         raise error
+    # Frames of torch hold the group, whose connections are open to its last reference: others would wait for this rank.
+    traceback.clear_frames(error.__traceback__)
     if state is not None and state.lost and state.refusal is not None:
         state.reported = True
         raise PeerError(state.refusal) from error
