@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import sys
 import threading
 import time
@@ -209,6 +210,32 @@ def test_adapters_are_on_for_their_own_requests_alone(ranks, tmp_path):
     assert min(abs(truths[a] - truths[b]).max() for a, b in (("0", "1"), ("0", "2"), ("1", "2"))) > 20
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_random_requests_with_values_ahead_have_their_bits(ranks, tmp_path, seed):
+    """Some can be in time and go before others of their owner, some are cancelled at a step; adapters change."""
+    choice, loras = random.Random(seed), {name: str(save_lora(tmp_path, n)) for n, name in enumerate("ab")}
+    starts, cancels = [], {}
+    for number in range(10):
+        adapters = tuple({"name": name, "scale": choice.choice([0.5, 1.0])} for name in choice.sample("ab", number % 3))
+        more = {"steps": choice.randint(1, 6), "guidance": choice.choice([1.0, 3.0]), "width": 64, "height": 64}
+        start = task(str(number), choice.choice(PROMPTS), seed=number, loras=adapters, **more)
+        starts.append(replace(start, owner=choice.choice("cd"), left=choice.choice([1e6, None, None]), seconds=1.0))
+        cancels[start.id] = choice.choice([1, 2, 7, 7])
+
+    def script(message: Any, send: Any) -> None:
+        at_once(*starts)(message, send)
+        if isinstance(message, TaskStepped) and cancels[message.id] == message.step:
+            send(Cancel(message.id))
+
+    # No two in one call.
+    truth = Owner(at_once(*starts), 10).serve(ranks(2), [spec(ulysses=2, loras=loras, together=1)])
+    said = Owner(script, 10).serve(ranks(2), [spec(ulysses=2, loras=loras, precompute=True)])
+    assert 0 < len(of(said, Cancelled)) == 10 - len(of(said, Finished))
+    for finished in of(said, Finished):
+        assert np.array_equal(picture(said, finished.id), picture(truth, finished.id)), finished.id
+
+
 def serve_odd(specs: Any, *, report: Any) -> None:
     """As `serve_rank`; of the second image nothing can be said, and the third is something else."""
     receipt, asked = LoadedModel.receipt, []
@@ -352,7 +379,7 @@ def serve_broken_step(specs: Any, *, report: Any, id: str, step: int) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)", "compress": "int8"},
+        {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)", "compress": "int8", "precompute": True},
         pytest.param({"pipe": 2, "patches": 2, "warmup": "fixed(1)"}, marks=pytest.mark.matrix),
     ],
     ids=["displaced", "pipe"],

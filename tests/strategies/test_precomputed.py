@@ -26,6 +26,7 @@ from ditmesh.core.clock import CallClock, timestep_among
 from ditmesh.core.partial_run import PartialRun, Unknown, partial_run, unknown_like
 from ditmesh.core.patching import CallChain
 from ditmesh.generate.loading import weights_stay
+from ditmesh.generate.shares import load_transformer
 from ditmesh.parts.part import whole_of
 from ditmesh.strategies import ahead
 from ditmesh.strategies.precomputed import PrecomputedModel
@@ -204,9 +205,6 @@ def test_every_other_class(name, form):
     assert modules or name in AS_EVER
 
 
-# The tiny transformer of each pipeline, by which its adapters go.
-FAMILY = {"sd3": "SD3", "flux": "Flux"}
-
 # --- requests ------------------------------------------------------------------------------------------------
 
 
@@ -263,23 +261,20 @@ def test_what_goes_ahead_is_not_in_pieces(ranks, config, shard):
         assert restored
 
 
-def drawn(name: str, config: dict[str, Any], frees: bool = False, **more: Any) -> tuple[bool, int, int]:
+def drawn(name: str, config: dict[str, Any]) -> tuple[bool, int, int]:
     """Whether the latents are those without it, calls that were foreseen, and modules computed ahead."""
     pipe = PIPELINES[name]()
-    calls = more.pop("calls", [{}])
     with ditmesh.parallelized(pipe, config):
-        truth = [draw(pipe, arguments(name, [1, 2], **{**more, **call})) for call in calls]
+        truth = draw(pipe, arguments(name, [1, 2]))
     with usual_sizes(name), ditmesh.parallelized(pipe, {**config, "precompute": True}):
         (part,) = ditmesh.engine_of(pipe).parts(PrecomputedModel)
-        part.frees_weights = frees
-        values = [draw(pipe, arguments(name, [1, 2], **{**more, **call})) for call in calls]
-        modules = len(part.modules)
-    assert all(parameter.numel() for parameter in pipe.transformer.parameters())
-    last = {**more, **calls[-1]}
-    assert torch.equal(
-        draw(pipe, arguments(name, [1, 2], **last)), draw(PIPELINES[name](), arguments(name, [1, 2], **last))
-    )
-    return all(torch.equal(a, b) for a, b in zip(values, truth, strict=True)), part.hits, modules
+        # In host memory from the start, as `ditmesh.load` leaves them.
+        parts = map(pipe.transformer.get_submodule, ahead.modules_ahead(pipe.transformer))
+        part.frees_weights = True
+        part._homeless = {each for module in parts for each in module.parameters() if each.numel()}
+        value = draw(pipe, arguments(name, [1, 2]))
+    assert torch.equal(draw(pipe, arguments(name, [1, 2])), draw(PIPELINES[name](), arguments(name, [1, 2])))
+    return torch.equal(value, truth), part.hits, len(part.modules)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +290,6 @@ def drawn(name: str, config: dict[str, Any], frees: bool = False, **more: Any) -
             for config in (
                 {"ring": 2, "exchange": "gather"},
                 {"ulysses": 2, "reproducible": True},
-                {"data": 2, "shard": 2},
                 {"pipe": 2, "patches": 4, "reproducible": True},
             )
         ),
@@ -310,27 +304,44 @@ def test_latents_keep_their_bits_on_ranks(ranks, name, config):
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_weights_leave_while_it_denoises(name):
-    same, hits, _ = drawn(name, {}, frees=True, steps=5, calls=[{}, {"seed": 3}, {"steps": 3}])
-    assert same
-    # All calls but the first of each branch.
-    assert hits == 2 * (1 + (name == "flux"))
+def test_weights_are_away_in_every_step(monkeypatch, name):
+    """Those that were in host memory before come one module at a time, and all where others would change them."""
+    pipe, branches = PIPELINES[name](), 1 + (name == "flux")
+    parameters, held, lent, changed = [*pipe.transformer.parameters()], [], [], []
+    forward = nn.Linear.forward
 
+    def size() -> int:
+        return sum(each.numel() for each in parameters)
 
-def test_weights_are_away_in_every_step():
-    pipe = PIPELINES["sd3"]()
-    parameters = [*pipe.transformer.parameters()]
-    whole, held = sum(each.numel() for each in parameters), []
+    def drawn_twice() -> list[torch.Tensor]:
+        return [draw(pipe, arguments(name, [1], steps=steps)) for steps in (5, 3)]
+
+    def watched(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        lent.append(sum(each.numel() for each in homeless))
+        return forward(self, x)
+
+    truth, whole = drawn_twice(), size()
     with ditmesh.parallelized(pipe, {"precompute": True}):
         (part,) = ditmesh.engine_of(pipe).parts(PrecomputedModel)
         part.frees_weights = True
-        attention = pipe.transformer.transformer_blocks[0].attn
-        hook = attention.register_forward_pre_hook(lambda *_: held.append(sum(each.numel() for each in parameters)))
-        draw(pipe, arguments("sd3", [1], steps=4))
-        gone = sum(each.numel() for path in part.modules for each in pipe.transformer.get_submodule(path).parameters())
+        hook = pipe.transformer.transformer_blocks[0].attn.register_forward_pre_hook(lambda *_: held.append(size()))
+        values = drawn_twice()
         hook.remove()
-    assert held == [whole - gone] * 4
+        # All calls but the first of each branch.
+        assert part.hits == 2 * branches
+        weights = [[*pipe.transformer.get_submodule(path).parameters()] for path in part.modules]
+        part._homeless = homeless = {each for own in weights for each in own}
+        monkeypatch.setattr(nn.Linear, "forward", watched)
+        values += drawn_twice()
+        assert len(part.away()) == len(homeless) > 5
+        monkeypatch.setattr(type(pipe.transformer), "_fuse_lora_apply", lambda *_, **__: changed.append(size()))
+        pipe.transformer.fuse_lora()
+    gone = sum(each.numel() for each in homeless)
+    assert held[-3 * branches :] == [whole - gone] * 3 * branches
     assert gone > 0.2 * whole
+    assert 0 < max(lent) <= max(sum(each.numel() for each in own) for own in weights)
+    assert {*changed} == {whole} == {size()}
+    assert all(map(torch.equal, values, truth * 2))
 
 
 def test_weights_stay_in_host_memory_while_the_rest_moves():
@@ -340,33 +351,14 @@ def test_weights_stay_in_host_memory_while_the_rest_moves():
     with weights_stay(pipe, ParallelConfig(ulysses=2, precompute=True, text_encoder="tensor"), device):
         pipe.to(device)
     assert {part.device.type for part in (pipe.text_encoder, pipe.text_encoder_2)} == {"cpu"} != {pipe.vae.device.type}
-    devices = {name: parameter.device.type for name, parameter in pipe.transformer.named_parameters()}
-    assert devices["time_text_embed.timestep_embedder.linear_1.weight"] == "cpu"
-    assert devices["transformer_blocks.0.attn.to_q.weight"] == "meta"
-    assert all(parameter.numel() for parameter in pipe.transformer.parameters())
-
-
-def test_weights_that_were_in_host_memory_come_one_module_at_a_time(monkeypatch):
-    pipe, held = PIPELINES["sd3"](), []
-    truth = [draw(pipe, arguments("sd3", [1], steps=3, seed=seed)) for seed in (0, 1)]
-    with ditmesh.parallelized(pipe, {"precompute": True}):
-        (part,) = ditmesh.engine_of(pipe).parts(PrecomputedModel)
-        draw(pipe, arguments("sd3", [1], steps=3))
-        weights = [[*pipe.transformer.get_submodule(path).parameters()] for path in part.modules]
-        homeless = {each for own in weights for each in own}
-        part.frees_weights, part._homeless = True, homeless
-        forward = nn.Linear.forward
-
-        def watched(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-            held.append(sum(each.numel() for each in homeless))
-            return forward(self, x)
-
-        monkeypatch.setattr(nn.Linear, "forward", watched)
-        values = [draw(pipe, arguments("sd3", [1], steps=3, seed=seed)) for seed in (0, 1)]
-        assert len(part.away()) == len(homeless) > 5
-    assert all(torch.equal(a, b) for a, b in zip(values, truth, strict=True))
-    assert max(held) == max(sum(each.numel() for each in own) for own in weights)
-    assert all(parameter.numel() for parameter in pipe.transformer.parameters())
+    folder, config = zoo.path("emoji-flux") / "transformer", ParallelConfig(tensor=2, precompute=True)
+    one, two = (SimpleNamespace(size=size, rank=0) for size in (1, 2))
+    mesh: Any = SimpleNamespace(device=device, config=config, tensor=two, pipe=one, shard=one)
+    for model in (pipe.transformer, load_transformer(diffusers.FluxTransformer2DModel, folder, config, mesh)):
+        devices = {name: parameter.device.type for name, parameter in model.named_parameters()}
+        assert devices["time_text_embed.timestep_embedder.linear_1.weight"] == "cpu"
+        assert devices["transformer_blocks.0.attn.to_q.weight"] == "meta"
+        assert all(parameter.numel() for parameter in model.parameters())
 
 
 AXES: list[dict[str, Any]] = [
@@ -552,7 +544,7 @@ def random_requests(name: str, config: dict[str, Any], count: int) -> list[int]:
     for pipe in pipes:
         pipe.transformer = copy.deepcopy(pipe.transformer)
         for seed, adapter in enumerate("ab"):
-            load(pipe.transformer, adapter_weights(FAMILY[name], seed), adapter)
+            load(pipe.transformer, adapter_weights({"sd3": "SD3", "flux": "Flux"}[name], seed), adapter)
     with ditmesh.parallelized(pipes[0], config), ditmesh.parallelized(pipes[1], {**config, "precompute": True}):
         (part,) = ditmesh.engine_of(pipes[1]).parts(PrecomputedModel)
         part.frees_weights = True
@@ -573,7 +565,7 @@ def random_requests(name: str, config: dict[str, Any], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("sd3", 4), *(pytest.param(n, 20, marks=pytest.mark.matrix) for n in FAMILY)]
+    ("name", "count"), [("sd3", 4), *(pytest.param(n, 20, marks=pytest.mark.matrix) for n in ("sd3", "flux"))]
 )
 def test_random_requests(ranks, name, count):
     for wrong in ranks(2).run(random_requests, name, {"ulysses": 2} if name == "sd3" else {"cfg": 2}, count):

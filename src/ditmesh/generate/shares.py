@@ -19,7 +19,7 @@ from ..core.partition import Partition
 from ..engine import ENGINE, denoisers
 from ..layout import layout_of
 from ..strategies.ahead import modules_ahead
-from ..strategies.pipefusion.stages import ABSENT_ATTRIBUTE, IN_PIECES, elsewhere, first_cut, is_away, shape_of
+from ..strategies.pipefusion.stages import ABSENT_ATTRIBUTE, IN_PIECES, elsewhere, first_cut, is_away
 from ..strategies.sharded import (
     UNITS,
     GatherGroup,
@@ -30,7 +30,7 @@ from ..strategies.sharded import (
     gather_unit,
     groups_of,
 )
-from ..strategies.tensor.parallel import already_cut
+from ..strategies.tensor.parallel import already_cut, whole_shape
 from ..strategies.tensor.slices import base_layer_of, plan_slices
 from .weight_files import WHOLE, build_empty, fill_weights, final_dtype, read_slice
 
@@ -64,9 +64,8 @@ def load_transformer(
     absent = _elsewhere(model, config, mesh, shapes) if mesh.pipe.size > 1 else set()
 
     pieces = _Pieces(model, mesh, absent, shapes, torch_dtype)
-    # Whole weights that no step needs; what is cut is put together on the device.
-    waiting = config.precompute and mesh.tensor.size == mesh.pipe.size == 1
-    on_host = tuple(f"{path}." for path in modules_ahead(model)) if waiting else ()
+    # Weights that no step needs.
+    on_host = tuple(f"{path}." for path in modules_ahead(model)) if config.precompute else ()
 
     def read(name: str, stored: Any, dtype: torch.dtype) -> Tensor:
         if name in absent:
@@ -183,13 +182,6 @@ def _slices(pipe: Any, mesh: Mesh) -> dict[int, tuple[int | None, Partition | No
     return slices
 
 
-def _whole_shape(parameter: Tensor, dim: int | None, cut: Partition | None) -> tuple[int, ...]:
-    shape = list(shape_of(parameter))
-    if dim is not None and cut is not None:
-        shape[dim] = cut.total
-    return tuple(shape)
-
-
 @contextmanager
 def whole_shapes(pipe: Any, mesh: Mesh) -> Iterator[None]:
     """Let the weights of a pipeline that `read_pipeline` has read look whole: adapters are made by their shapes.
@@ -203,7 +195,7 @@ def whole_shapes(pipe: Any, mesh: Mesh) -> Iterator[None]:
             for parameter in model.parameters():
                 if id(parameter) in slices or is_away(parameter):
                     held.append((parameter, parameter.data))
-                    shape = _whole_shape(parameter, *slices.get(id(parameter), (None, None)))
+                    shape = whole_shape(parameter, *slices.get(id(parameter), (None, None)))
                     parameter.data = parameter.data.new_zeros(1).expand(shape)
         yield
     finally:
@@ -223,7 +215,8 @@ def fingerprint(pipe: Any, mesh: Mesh) -> str:
             # Weights that are not cut are the first rank's, and zero on the others.
             whole = [(0, tensor.shape[0])] if link.rank == 0 else []
             runs = whole if cut is None else cut.runs(link.rank)
-            value = digest_of_parts(tensor, _whole_shape(tensor, dim, cut), dim or 0, runs, link.all_reduce)
+            shape = whole_shape(tensor, dim, cut)
+            value = digest_of_parts(tensor.to(mesh.device), shape, dim or 0, runs, link.all_reduce)
         mine[name] = value.hex()[:16]
     stages: list[dict[str, str]] = mesh.pipe.all_gather_object(mine) if mesh.pipe.size > 1 else [mine]
     return digest({name: value for stage in reversed(stages) for name, value in stage.items()})

@@ -144,10 +144,9 @@ class Demand:
             # Other axes change little of what weights that are cut alike need.
             config = config.for_calls(self.images, self.calls)
             idle = config.data > self.images and config.inputs == "broadcast"
-            if weights in passed or idle or refusal(config, models) is not None:
-                return False
-            if config.precompute and self.kind == "cpu":
-                # Nothing leaves host memory.
+            # Nothing leaves host memory.
+            vain = config.precompute and self.kind == "cpu"
+            if weights in passed or idle or vain or refusal(config, models) is not None:
                 return False
             if room == float("inf"):
                 return True

@@ -124,13 +124,11 @@ def needs(
     stages: list[RankNeeds] = []
     for stage, dit in enumerate(_denoising(components, config, workload, dtype)):
         around = dit.weights - away.weights + (0.0 if offloaded else vae.weights + components.other)
-        # What is cut is read on the device, and leaves it in the first step.
-        at_first = around + (away.weights if config.tensor * config.pipe > 1 else 0.0)
-        phases = [Phase("load", at_first + loaded, process=process)]
+        phases = [Phase("load", around + loaded, process=process)]
         if encoders:
             parts = components.encoders.values()
             layer = max(largest_layer(part.kind, part.settings, dtype) for part in parts) if layers else 0.0
-            weights = at_first + (layer if layers else largest.weights if offloaded else encoding)
+            weights = around + (layer if layers else largest.weights if offloaded else encoding)
             phases.append(Phase("encode", weights, largest.activations, process=process))
         phases.append(Phase("denoise", around + later, dit.activations, process=process))
         if components.vae is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -20,8 +19,6 @@ from ..layout.conventions import Conventions, Size
 from ..layout.probe import meta_model
 from ..layout.without_values import WithoutValues, by_any_call
 from .precomputed import Ahead, found_ahead
-
-log = logging.getLogger(__name__)
 
 # A request by which weights are placed before any is known: 1024 x 1024 pixels, guidance, 50 steps.
 CELLS, TEXT, BRANCHES, STEPS = 64, 512, 2, 50
@@ -63,11 +60,9 @@ def ahead_in(model: nn.Module, settings: Mapping[str, Any], dtype: torch.dtype) 
     side, patch = settings.get("sample_size"), settings.get("patch_size")
     # Tables of positions end there.
     cells = side // patch if isinstance(side, int) and isinstance(patch, int) else CELLS
-    try:
+    with suppress(LayoutError):
         return found_ahead_of(model.eval(), Size(cells, cells, TEXT, BRANCHES), STEPS, dtype)
-    except LayoutError as error:
-        log.debug("all weights of %s are taken for those of the image: %s", type(model).__name__, error)
-        return NOTHING
+    return NOTHING
 
 
 def modules_ahead(model: nn.Module) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,7 @@ from ..config import ParallelConfig
 from ..core.arguments import Arguments, covers, parameter_names
 from ..core.clock import timestep_of
 from ..core.partial_run import PartialRun, unknown_like
-from ..core.patching import Patch, Proceed, refuse_reading
+from ..core.patching import Patch, Proceed, refuse_reading, wrap_methods
 from ..core.values import SeenValue, is_plain, seen, version_of
 from ..errors import ConfigError, LayoutError
 from ..layout import TokenLayout
@@ -40,7 +41,11 @@ from .tensor.parallel import TensorParallel
 MAX_SURPRISES = 4
 # Attributes that torch gives every module, apart from those that have a say in what it computes.
 _NO_SETTINGS = vars(nn.Module()).keys() - {"training", "_buffers", "_forward_hooks", "_forward_pre_hooks"}
+# Methods of a transformer that change weights in place.
+_CHANGES = ("fuse_lora", "unfuse_lora", "load_lora_adapter", "fuse_qkv_projections")
 
+# The branch of guidance, and the rows of the batch, that a call is of.
+Part = tuple[int, tuple[int, int] | None]
 # The values of one call: for every module what it returns, call by call.
 Row = dict[str, list[Any]]
 
@@ -70,7 +75,7 @@ class _Foreseen:
     """
 
     batch: _Batch
-    branch: int
+    part: Part
     timestep: Mapping[str, SeenValue]
     others: Mapping[str, SeenValue]
     row: Row
@@ -88,10 +93,8 @@ class PrecomputedModel:
 
     def __init__(self, model: ParallelModel, context: Context) -> None:
         self.modules: tuple[str, ...] = ()
-        self.hits = 0
-        self.note = ""
-        self._model, self._context = model.model, context
-        self._parallel = model
+        self.hits, self.note = 0, ""
+        self._parallel, self._model, self._context = model, model.model, context
         # On a CPU, host memory is where they are.
         self.frees_weights = context.mesh.device.type != "cpu"
         self._timestep = timestep_of(model.model, model.layout)
@@ -116,12 +119,10 @@ class PrecomputedModel:
         self._away: dict[Tensor, Tensor] = {}
         # Those that are there between requests, too; None: not looked for yet, as other strategies cut weights first.
         self._homeless: set[Tensor] | None = None
-        # The row of the call in progress, what modules were given when it was computed, the calls of each module so
-        # far, and whether values are compared.
+        # The row of the call in progress, the calls that it was computed with, and the calls of each module so far.
         self._row: Row = {}
-        self._shapes: Mapping[str, list[tuple[torch.Size, ...]]] = {}
-        self._calls: dict[str, int] = {}
-        self._compares = False
+        self._batch: _Batch | None = None
+        self._calls: Counter[str] = Counter()
 
     # --- a request ---------------------------------------------------------------------------------------
 
@@ -132,12 +133,12 @@ class PrecomputedModel:
 
     def end(self) -> None:
         """End the request: weights come back, and values are dropped."""
-        self._rows, self._row, self._states, self._surprises, self._open = [], {}, {}, 0, False
+        self._rows, self._states, self._surprises, self._open = [], {}, 0, False
         self._return_home()
 
     def close(self) -> None:
         """Undo everything; all weights are on the device."""
-        self._homeless = set()
+        self.settle()
         self.end()
         for patch in self._stand_ins.values():
             patch.undo()
@@ -150,21 +151,20 @@ class PrecomputedModel:
         foreseen = self._foreseen(arguments)
         if foreseen is None:
             self._return_home()
-            self._bring_all()
+            self._bring([*self._away])
             return proceed(arguments)
         batch = foreseen.batch
         self._leave()
-        self._row, self._shapes, self._calls, self._compares = foreseen.row, batch.shapes, {}, batch.compares > 0
+        self._row, self._batch, self._calls = foreseen.row, batch, Counter()
         try:
-            with self._in_graphs():
+            with self._in_graphs(batch.compares > 0):
                 result = proceed(arguments)
         finally:
             self._row = {}
         self._leave_out()
-        if batch.compares:
-            batch.compares -= 1
-            if not batch.compares:
-                self._trusted.add(batch.form)
+        batch.compares -= batch.compares > 0
+        if not batch.compares:
+            self._trusted.add(batch.form)
         return result
 
     def _leave_out(self) -> None:
@@ -187,18 +187,20 @@ class PrecomputedModel:
             # Another adapter, or another strength of it, inside of a request.
             self._rows, self._states = [], {}
             self._surprises += 1
-        same, branch = self._context.clock.values.all_same, self._context.clock.call.branch
+        same, call = self._context.clock.values.all_same, self._context.clock.call
+        # Rows of a reproducible batch run one by one.
+        part = call.branch, call.rows if self._context.config.reproducible else None
         for foreseen in self._rows:
             if same(parts[1], foreseen.others) and same(parts[0], foreseen.timestep):
                 self.hits += 1
                 return foreseen
-        if before := [row for row in self._rows if row.branch == branch]:
+        if before := [row for row in self._rows if row.part == part]:
             self._surprises += 1
             self._learn(before, parts[1])
             parts = self._parts(arguments)
             assert parts is not None
         try:
-            rows = self._computed(arguments, *parts)
+            rows = self._computed(arguments, part, *parts)
         except Exception as error:
             if self._parallel.find(TensorParallel) is not None and not isinstance(error, LayoutError):
                 # Ranks exchange slices in this run, and the others may be waiting for this one.
@@ -208,7 +210,7 @@ class PrecomputedModel:
             self._surprises = MAX_SURPRISES + 1
             self.note = f"precompute: nothing of {type(self._model).__name__} was computed ahead ({error})"
             return None
-        self._rows = [row for row in self._rows if row.branch != branch] + rows
+        self._rows = [row for row in self._rows if row.part != part] + rows
         return rows[0]
 
     def _parts(self, arguments: Arguments) -> tuple[dict[str, SeenValue], dict[str, SeenValue]] | None:
@@ -243,7 +245,7 @@ class PrecomputedModel:
     # --- values ------------------------------------------------------------------------------------------
 
     def _computed(
-        self, arguments: Arguments, timestep: Mapping[str, SeenValue], others: Mapping[str, SeenValue]
+        self, arguments: Arguments, part: Part, timestep: Mapping[str, SeenValue], others: Mapping[str, SeenValue]
     ) -> list[_Foreseen]:
         """The values of a call, and of those that differ from it in nothing but a later timestep.
 
@@ -272,10 +274,10 @@ class PrecomputedModel:
                 self._stand_in(path)
         self.modules, self._states = tuple(row), {path: self._state(path) for path in row}
         times = [timestep, *({path: seen(value) for path, value in each.items()} for each in later)]
-        form, branch = form_of(arguments), self._context.clock.call.branch
+        form = form_of(arguments)
         shapes = {path: watch.shapes[path] for path in row}
         batch = _Batch(form, 0 if form in self._trusted else min(2, len(rows)), shapes)
-        return [_Foreseen(batch, branch, time, others, row) for time, row in zip(times, rows, strict=True)]
+        return [_Foreseen(batch, part, time, others, row) for time, row in zip(times, rows, strict=True)]
 
     def _later(self, timestep: Mapping[str, SeenValue]) -> list[dict[str, Tensor]]:
         """The timesteps of the calls to come, in the form of this call's: the scheduler's, scaled as this one is."""
@@ -323,24 +325,27 @@ class PrecomputedModel:
         patch = Patch(module, "forward", module.forward)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            values = self._row.get(path)
-            if values is None:
+            values, batch = self._row.get(path), self._batch
+            if values is None or batch is None:
                 return patch.original(*args, **kwargs)
-            number = self._calls.get(path, 0)
-            self._calls[path] = number + 1
             # A pipeline of stages runs its blocks once for every patch.
-            place = number % len(values)
-            as_ever = _shapes(args, kwargs) == self._shapes[path][place]
-            if as_ever and not self._compares:
-                return fresh(values[place])
-            with self._lent(module):
+            place = self._calls[path] % len(values)
+            self._calls[path] += 1
+            value = values[place]
+            as_ever = _shapes(args, kwargs) == batch.shapes[path][place]
+            if as_ever and not batch.compares:
+                return value if isinstance(value, Tensor) else fresh(value)
+            self._lend(module.parameters())
+            try:
                 result = patch.original(*args, **kwargs)
+            finally:
+                self._withdraw(module.parameters())
             for hook in module._forward_hooks.values():
                 # Of the slices of all ranks, as the values that were computed ahead.
                 if getattr(hook, "completes", False):
                     result = hook(module, args, result)
             if as_ever:
-                self._compare(path, result, values[place])
+                self._compare(path, result, value)
             else:
                 self._excluded.add(path)
             return result
@@ -349,19 +354,19 @@ class PrecomputedModel:
         self._stand_ins[path] = patch
 
     @contextmanager
-    def _in_graphs(self) -> Iterator[None]:
+    def _in_graphs(self, compares: bool) -> Iterator[None]:
         """Values for compiled blocks: these run as they are while values are compared, and read constants afterwards.
 
         torch guards what a forward reads: with `_stand_in` it would compile each block again in each step.
         """
         inner = [path for path in self._row if path.startswith(self._compiled)]
         with ExitStack() as undo:
-            if inner and self._compares:
+            if inner and compares:
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             for path in inner:
                 parent, _, name = path.rpartition(".")
                 modules = self._model.get_submodule(parent)._modules
-                if self._compares:
+                if compares:
                     self._stand_in(path)
                     undo.callback(self._stand_ins.pop(path))
                 else:
@@ -387,26 +392,22 @@ class PrecomputedModel:
         leaving = {each for path in paths for each in self._model.get_submodule(path).parameters()}
         if leaving == self._away.keys():
             return
-        for parameter in self._away.keys() - leaving:
-            self._bring(parameter)
-        for parameter in leaving - self._away.keys():
-            self._take_away(parameter)
+        self._bring(self._away.keys() - leaving)
+        self._take_away(leaving - self._away.keys())
         self._states = {path: self._state(path) for path in self.modules}
 
-    def _take_away(self, parameter: Tensor) -> None:
-        self._away[parameter] = parameter.data.to("cpu")
-        self._give_up(parameter)
+    def _take_away(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            self._away[parameter] = parameter.data.to("cpu")
+            self._give_up(parameter)
 
     def _give_up(self, parameter: Tensor) -> None:
         give_up(parameter)
         parameter.data = parameter.data.to(self._context.mesh.device)
 
-    def _bring(self, parameter: Tensor) -> None:
-        take_back(parameter, self._away.pop(parameter).to(self._context.mesh.device))
-
-    def _bring_all(self) -> None:
-        for parameter in [*self._away]:
-            self._bring(parameter)
+    def _bring(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            take_back(parameter, self._away.pop(parameter).to(self._context.mesh.device))
 
     def _return_home(self) -> None:
         """Every weight goes where it is between requests."""
@@ -415,19 +416,26 @@ class PrecomputedModel:
             self._homeless = {
                 each for each in self._model.parameters() if each.device.type != kind and not is_away(each)
             }
-        for parameter in self._away.keys() - self._homeless:
-            self._bring(parameter)
-        for parameter in self._homeless - self._away.keys():
-            self._take_away(parameter)
+        self._bring(self._away.keys() - self._homeless)
+        self._take_away(self._homeless - self._away.keys())
 
-    @contextmanager
-    def _lent(self, module: nn.Module) -> Iterator[None]:
-        """The weights of a module on the device, for one call of it."""
-        self._lend(module.parameters())
+    def settle(self) -> set[Tensor]:
+        """Let all weights be on the device from here on; returns those that were in host memory between requests."""
+        self._return_home()
+        homeless, self._homeless = self._homeless or set(), set()
+        self._bring([*self._away])
+        return homeless
+
+    def settled(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the model that changes weights; the next request begins as those before."""
+        if name == "load_lora_adapter" and not kwargs.get("hotswap"):
+            # It goes by their shapes.
+            return method(*args, **kwargs)
+        homeless = self.settle()
         try:
-            yield
+            return method(*args, **kwargs)
         finally:
-            self._withdraw(module.parameters())
+            self._homeless = homeless
 
     @contextmanager
     def _lending(self) -> Iterator[None]:
@@ -516,15 +524,10 @@ class _Watch:
         self._run.listener = self._read
         for path, module in self._model.named_modules():
             if path:
-                self._undo.callback(
-                    module.register_forward_pre_hook(lambda *_, at=path: self._inside.append(at)).remove
-                )
-                self._undo.callback(
-                    module.register_forward_hook(
-                        lambda _, args, kwargs, output, at=path: self._left(at, _shapes(args, kwargs), output),
-                        with_kwargs=True,
-                    ).remove
-                )
+                entered = module.register_forward_pre_hook(lambda *_, at=path: self._inside.append(at))
+                left = module.register_forward_hook(partial(self._left, path), with_kwargs=True)
+                self._undo.callback(entered.remove)
+                self._undo.callback(left.remove)
         self._owners: dict[int, list[str]] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             self._owners.setdefault(id(parameter), []).append(name)
@@ -533,9 +536,9 @@ class _Watch:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def _left(self, path: str, shapes: tuple[torch.Size, ...], output: Any) -> None:
+    def _left(self, path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._inside.pop()
-        self.shapes.setdefault(path, []).append(shapes)
+        self.shapes.setdefault(path, []).append(_shapes(args, kwargs))
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if not tensors or any(map(self._run.is_unknown, tensors)):
             self._unknown.add(path)
@@ -618,19 +621,18 @@ def found_ahead(model: nn.Module, inputs: Mapping[str, Any], times: Sequence[Ten
         model: whole, maybe itself without values.
         inputs: of a call, by name; the first argument of the model is the image.
         times: those of the inputs that are other ones in every step.
-        steps: how many.
     """
     image = parameter_names(type(model).forward)[0]
-    given = {name: _without_values(value) if name == image else value for name, value in inputs.items()}
+
+    def unknown(leaf: Any) -> Any:
+        return unknown_like(leaf) if isinstance(leaf, Tensor) else leaf
+
+    given = {name: tree_map(unknown, value) if name == image else value for name, value in inputs.items()}
     run = PartialRun(times)
     watch = _watched(model, run, None, nullcontext, (), given)
     row = watch.outputs(steps)
     weights = {id(each): each.nbytes for path in row for each in model.get_submodule(path).parameters()}
     return Ahead(tuple(row), float(sum(weights.values())), float(watch.value_bytes(row, steps)))
-
-
-def _without_values(tree: Any) -> Any:
-    return tree_map(lambda leaf: unknown_like(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 class Precomputed(Strategy):
@@ -671,6 +673,13 @@ class Precomputed(Strategy):
             undo.callback(refuse_reading(model.model, part.away, "nothing, as its values are computed ahead,"))
             undo.callback(part.close)
             undo.callback(model.chain.add(part.around_call))
+
+    def attach(self, pipe: Any, undo: ExitStack) -> None:
+        for model in self.context.models:
+            part = model.get(PrecomputedModel)
+            # Before slices and stages are put together again.
+            undo.callback(part.settle)
+            undo.callback(wrap_methods(model.model, _CHANGES, part.settled))
 
     def begin_request(self, request: Request) -> None:
         for model in self.context.models:

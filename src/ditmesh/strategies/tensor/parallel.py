@@ -287,19 +287,17 @@ class TensorParallel:
             ids.update(map(id, base.parameters() if quantised else (p for p, _ in _base_parameters(site, base))))
         for site, outer in self._linears():
             parameters = _adapter_parameters(site, outer)
-            ids.update(id(p) for p, dim in parameters if dim is None or p.shape[dim] != site.cut.total)
+            ids.update(id(p) for p, dim in parameters if dim is None or shape_of(p)[dim] != site.cut.total)
         return ids
 
     def whole_shapes(self) -> dict[Tensor, torch.Size]:
         """The whole shapes of the weights of which this rank holds a slice."""
-        shapes: dict[Tensor, torch.Size] = {}
-        for site in self.plan.sites:
-            for parameter, dim in _base_parameters(site, self._base(site)):
-                if dim is not None:
-                    shape = list(shape_of(parameter))
-                    shape[dim] = site.cut.total
-                    shapes[parameter] = torch.Size(shape)
-        return shapes
+        return {
+            parameter: whole_shape(parameter, dim, site.cut)
+            for site in self.plan.sites
+            for parameter, dim in _base_parameters(site, self._base(site))
+            if dim is not None
+        }
 
     def gather_adapters(self) -> None:
         """Make the adapters whole again; the next call cuts them again. Collective over the link."""
@@ -329,6 +327,14 @@ def _norm_over_ranks(norm: nn.Module, link: Link) -> Callable[[Tensor], Tensor]:
         return out if bias is None else out + bias
 
     return forward
+
+
+def whole_shape(parameter: Tensor, dim: int | None, cut: Partition | None) -> torch.Size:
+    """The shape of a parameter of which this rank holds a slice."""
+    shape = list(shape_of(parameter))
+    if dim is not None and cut is not None:
+        shape[dim] = cut.total
+    return torch.Size(shape)
 
 
 def already_cut(model: nn.Module, degree: int) -> set[str]:
