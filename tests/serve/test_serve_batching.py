@@ -218,8 +218,8 @@ def test_random_requests_with_values_ahead_have_their_bits(ranks, tmp_path, seed
     starts, cancels = [], {}
     for number in range(10):
         adapters = tuple({"name": name, "scale": choice.choice([0.5, 1.0])} for name in choice.sample("ab", number % 3))
-        more = {"steps": choice.randint(1, 6), "guidance": choice.choice([1.0, 3.0]), "width": 64, "height": 64}
-        start = task(str(number), choice.choice(PROMPTS), seed=number, loras=adapters, **more)
+        more: dict[str, Any] = {"steps": choice.randint(1, 6), "guidance": choice.choice([1.0, 3.0])}
+        start = task(str(number), choice.choice(PROMPTS), seed=number, loras=adapters, width=64, height=64, **more)
         starts.append(replace(start, owner=choice.choice("cd"), left=choice.choice([1e6, None, None]), seconds=1.0))
         cancels[start.id] = choice.choice([1, 2, 7, 7])
 
