@@ -197,8 +197,7 @@ class PrecomputedModel:
         if before := [row for row in self._rows if row.part == part]:
             self._surprises += 1
             self._learn(before, parts[1])
-            parts = self._parts(arguments)
-            assert parts is not None
+            parts = cast(Any, self._parts(arguments))
         try:
             rows = self._computed(arguments, part, *parts)
         except Exception as error:
