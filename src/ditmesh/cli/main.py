@@ -153,7 +153,7 @@ def _plain(arguments: Sequence[str]) -> list[str]:
 
 
 def _leave(message: str, code: int, speaks: bool | None = None) -> None:
-    # Under torchrun all ranks reach this point; one prints the error. torchrun ends all of them when the first has ended.
+    # Under torchrun all ranks reach this point: one prints the error. When the first has ended, torchrun ends them.
     if not _rank() if speaks is None else speaks:
         print(f"ditmesh: {message}", file=sys.stderr)
     else:
