@@ -22,14 +22,8 @@ PAGE = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for na
 def constant(name: str, what: str) -> Any:
     """A constant of a program, by its name."""
     for node in ast.parse((recipes.FOLDER / f"{name}.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign):
-            target, value = node.targets[0], node.value
-            pairs = [(target, value)]
-            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-                pairs = list(zip(target.elts, value.elts, strict=True))
-            for named, value in pairs:
-                if isinstance(named, ast.Name) and named.id == what:
-                    return ast.literal_eval(value)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == what:
+            return ast.literal_eval(node.value)
     raise AssertionError(f"{name} has no {what}")
 
 
