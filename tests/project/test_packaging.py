@@ -34,15 +34,10 @@ def done(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
     return result.stdout
 
 
-def requirements() -> list[Requirement]:
-    """All that pyproject.toml asks for, extras included."""
+def test_every_requirement_is_pinned():
     extras = PROJECT["optional-dependencies"]
     lists = [PROJECT["dependencies"], *(extras[name] for name in extras if name not in ("study", "zoo"))]
-    return [Requirement(line) for one in lists for line in one]
-
-
-def test_every_requirement_is_pinned():
-    for requirement in requirements():
+    for requirement in (Requirement(line) for lines in lists for line in lines):
         pin = PINS.get(canonicalize_name(requirement.name))
         assert pin is not None, requirement
         assert requirement.specifier.contains(next(iter(pin)).version), requirement
@@ -101,7 +96,7 @@ def test_the_sizes_in_a_page_are_what_its_script_computes(monkeypatch, script):
 
 @pytest.mark.matrix
 def test_steps_that_are_predicted(monkeypatch):
-    """Those of READMEs on 1, 2, 4 and 8 H200."""
+    """Those of READMEs on 1, 2, 4 and 8 H200, and of docs/gpus.md on one."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     cards = importlib.import_module("cards")
     steps = [cards.predicted(devices=devices) for devices in (1, 2, 4, 8)]
@@ -109,6 +104,12 @@ def test_steps_that_are_predicted(monkeypatch):
     for readme in cards.READMES:
         (row,) = re.findall(r'^\| .*"auto".*', readme.read_text(encoding="utf-8"), re.MULTILINE)
         assert re.findall(r"(\d+) ms", row) == [f"{step:.0f}" for step in steps]
+    page = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S.*?) \| [\d,]+ \+ (\d+) \|(?:[^|]*\|){3} (\d+) ms \|", page, re.MULTILINE)
+    assert len(rows) == 6
+    for title, text, step in rows:
+        name = title.lower().replace("wan 2.1 ", "wan-")
+        assert f"{cards.predicted(name, guidance=False, text=int(text)):.0f}" == step
 
 
 def test_models_by_name(monkeypatch):
