@@ -352,6 +352,24 @@ def sameness() -> Iterator[Row]:
         yield f"`{name}`", *apart_, *(f"{rows[name, n]['work']['ratio']:.2f}" for n in sizes)
 
 
+def vae() -> Iterator[Row]:
+    """An autoencoder in bands."""
+    yield "ranks", "processor seconds of a rank", "of one", "peak memory", "of one", "error", "bit-identical"
+    for count, row in read("vae")["ranks"].items():
+        seconds, share = row["processor seconds"], 1 / row["speed-up of them"]
+        equal, peak = "yes" if row["equal"] else "no", f"{row['peak'] / 2**20:.0f} MiB"
+        yield count, f"{seconds:.1f}", f"{share:.0%}", peak, f"{row['of one']:.0%}", small(row["error"]), equal
+
+
+def memory() -> Iterator[Row]:
+    """Private memory of the rank with most, in per cent of the weights, and processor seconds of all ranks."""
+    data = read("memory")
+    yield "", "load", "step", "processor s"
+    for form, ranks in data["forms"].items():
+        load, step = (max(rank[what] for rank in ranks) / data["weights"] for what in ("load", "step"))
+        yield f"`{form}`", f"{load:.0%}", f"{step:.0%}", f"{sum(rank['processor_seconds'] for rank in ranks):.2f}"
+
+
 def files() -> Iterator[Row]:
     """Every data file: what wrote it, and where."""
     yield "file in `benchmarks/measured`", "command", "machine, versions, date"
@@ -365,7 +383,7 @@ def files() -> Iterator[Row]:
 NAMES = (
     "devices counts costs gains objectives samplers few_steps strategies codecs tokens videos distribution load moving"
 )
-NAMES += " true_size links overhead deadlines training_speed training_curves sameness files"
+NAMES += " true_size links overhead deadlines training_speed training_curves sameness vae memory files"
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {name.replace("_", "-"): globals()[name] for name in NAMES.split()}
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)((?:\|.*\n)*)")
 
