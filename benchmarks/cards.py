@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import weights
 from ditmesh.config import ParallelConfig
+from ditmesh.lab.plan.hardware import hardware
+from ditmesh.lab.plan.subject import subject
 from ditmesh.memory.cards import card
 from ditmesh.memory.catalogue import Shape, shapes
 from ditmesh.memory.check import Demand, components_of_shape
@@ -287,6 +290,16 @@ def support() -> str:
         marks[3] = marks[3] if other["cfg"] else "1"
         rows += f"| {' | '.join((title, *marks))} |\n"
     return rows
+
+
+def predicted(
+    name: str = "flux.1-dev", devices: int = 1, config: ParallelConfig | None = None, **request: Any
+) -> float:
+    """Milliseconds of a step on H200s, as `ditmesh plan` prints them; without a configuration by that of "auto"."""
+    machine = hardware("h200", devices, "bfloat16")
+    about = subject(name, machine, **request)
+    config = config or about.demand.choose(devices, machine.device.memory).config
+    return 1000 * about.predict(config, machine).step
 
 
 TABLES = {"answers": answers, "one card": one_card, "adapters": adapters}

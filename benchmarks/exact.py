@@ -2,6 +2,7 @@
 
     python benchmarks/exact.py                              # a table; wants a quiet machine
     python benchmarks/exact.py --repeats 9 --json out.json  # and every figure
+    python benchmarks/exact.py --heads 5                    # which two ranks cannot share evenly
     python benchmarks/exact.py --against ../old/src         # with another version: seconds of this over its, in turns
 
 Worker processes stay up for the whole run and take turns: in every repeat each contender draws breath once
@@ -16,7 +17,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -41,7 +42,7 @@ from harness import (
 )
 from machine import describe_machine
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "patch_size": 1,
     "in_channels": 64,
     "num_layers": 4,
@@ -81,6 +82,7 @@ CONTENDERS = [
     Contender("ditmesh, 1 rank", 1, {}),
     Contender("ulysses=2", 2, {"ulysses": 2}),
     Contender("ring=2", 2, {"ring": 2}),
+    Contender("ring=2 exchange=gather", 2, {"ring": 2, "exchange": "gather"}),
     Contender("tensor=2", 2, {"tensor": 2}),
     Contender("ulysses=2, over gloo", 2, {"ulysses": 2, "shared_memory": False}),
     Contender("ring=2, over gloo", 2, {"ring": 2, "shared_memory": False}),
@@ -93,12 +95,12 @@ CONTENDERS = [
 
 
 @cache
-def benchmark_model() -> torch.nn.Module:
+def benchmark_model(heads: int = MODEL["num_attention_heads"]) -> torch.nn.Module:
     """The Flux-class benchmark model, random weights, float32."""
     import diffusers
 
     torch.manual_seed(0)
-    return diffusers.FluxTransformer2DModel(**MODEL).eval()
+    return diffusers.FluxTransformer2DModel(**MODEL | {"num_attention_heads": heads}).eval()
 
 
 @cache
@@ -131,31 +133,18 @@ def timed_forward(model: torch.nn.Module, inputs: dict[str, Any], runs: int) -> 
     return min(once() for _ in range(runs))
 
 
-def seconds(config: dict[str, Any] | None, runs: int) -> float:
-    """Best time of ``runs`` forwards of the benchmark model on this rank; see `seconds_of`."""
-    return seconds_of(benchmark_model(), benchmark_inputs(), config, runs)
-
-
-def seconds_of(model: torch.nn.Module, inputs: dict[str, Any], config: dict[str, Any] | None, runs: int) -> float:
-    """Best time of ``runs`` forwards on this rank, after one that does not count."""
+def seconds(config: dict[str, Any] | None, runs: int, heads: int = MODEL["num_attention_heads"]) -> float:
+    """Best time of ``runs`` forwards of the benchmark model on this rank, after one that does not count."""
     import ditmesh
 
+    model, inputs = benchmark_model(heads), benchmark_inputs()
     with nullcontext() if config is None else ditmesh.parallelized(model, config):
         timed_forward(model, inputs, 1)
         return timed_forward(model, inputs, runs)
 
 
-def compare(
-    contenders: Sequence[Contender], seconds: Callable[..., float], what: str, options: argparse.Namespace
-) -> None:
-    """Let contenders take turns, print the paired ratios as a table, and the machine.
-
-    Args:
-        contenders: the first is the baseline.
-        seconds: runs on every rank with a contender's config and ``options.runs``; gives seconds of a forward.
-        what: ends the table's title.
-        options: of `arguments`; every figure is written to ``options.json`` if it is given.
-    """
+def compare(contenders: Sequence[Contender], options: argparse.Namespace) -> None:
+    """Let contenders take turns, the first of which is the baseline, and print the paired ratios as a table."""
     from ditmesh.launch import RankPool
 
     if options.only:
@@ -166,7 +155,7 @@ def compare(
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for _ in range(options.repeats):
         for one in contenders:
-            slowest = max(pools[one.ranks, one.threads].run(seconds, one.config, options.runs))
+            slowest = max(pools[one.ranks, one.threads].run(seconds, one.config, options.runs, options.heads))
             times[one.name].append(slowest / one.pictures)
     for pool in pools.values():
         pool.close()
@@ -175,7 +164,7 @@ def compare(
     baseline = times[contenders[0].name]
     ratios = {name: paired_ratios(baseline, values) for name, values in times.items()}
     show_table(
-        f"Flux class, heads of 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, {what}",
+        f"Flux class, {options.heads} heads x 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, float32",
         ["", "median s", "speed-up, median", "min", "max"],
         [[name, f"{statistics.median(values):.3f}", *ratio_cells(ratios[name])] for name, values in times.items()],
         machine,
@@ -191,7 +180,7 @@ def compare_versions(contenders: Sequence[Contender], script: str, options: argp
     Args:
         contenders: which.
         script: the benchmark, which serves `seconds`.
-        options: of `arguments`, with ``against``; every figure is written to ``options.json`` if it is given.
+        options: of the command line, with ``against``; every figure is written to ``options.json`` if it is given.
     """
     contenders = [one for one in contenders if not options.only or one.name in options.only]
     times: dict[str, dict[str, list[float]]] = {}
@@ -218,26 +207,21 @@ def _slowest(version: Version, one: Contender, runs: int) -> float:
     return max(version.ask("seconds", one.ranks, one.threads, one.config, runs)) / one.pictures
 
 
-def arguments(description: str | None, other: bool = False) -> argparse.Namespace:
-    """What `compare` is told on the command line, or with ``other`` `compare_versions`."""
-    parser = command_line(description)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--runs", type=int, default=2, help="forwards per repeat; the best counts")
-    parser.add_argument("--only", nargs="*", help="contenders to run besides the baseline")
-    if other:
-        against_option(parser)
-    return parser.parse_args()
-
-
 def main() -> None:
     """Measure, print a table, write the figures."""
-    options = arguments(__doc__, other=True)
+    parser = command_line(__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--runs", type=int, default=2, help="forwards per repeat; the best counts")
+    parser.add_argument("--heads", type=int, default=MODEL["num_attention_heads"], help="of the model, each of 64")
+    parser.add_argument("--only", nargs="*", help="contenders to run besides the baseline")
+    against_option(parser)
+    options = parser.parse_args()
     if options.serve:
         serve({"seconds": seconds})
     elif options.against:
         compare_versions(CONTENDERS, __file__, options)
     else:
-        compare(CONTENDERS, seconds, "8 heads, float32", options)
+        compare(CONTENDERS, options)
 
 
 if __name__ == "__main__":

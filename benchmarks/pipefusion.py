@@ -1,4 +1,4 @@
-"""PipeFusion against one rank, in one run: seconds a step once the stages are full, and with filling and draining.
+"""Stale strategies against one rank, in one run: seconds a stale step; of PipeFusion also with filling and draining.
 
     python benchmarks/pipefusion.py                              # a table; wants a quiet machine
     python benchmarks/pipefusion.py --repeats 9 --json out.json  # and every figure
@@ -33,6 +33,9 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "pipe=2, patches=2": (2, {"pipe": 2, "patches": 2, "warmup": "fixed(1)"}),
     "pipe=2, patches=4": (2, {"pipe": 2, "patches": 4, "warmup": "fixed(1)"}),
     "pipe=2, patches=8": (2, {"pipe": 2, "patches": 8, "warmup": "fixed(1)"}),
+    "displaced": (2, {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}),
+    "displaced, int8": (2, {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)", "compress": "int8"}),
+    "naive (lossy)": (2, {"ring": 2, "exchange": "naive", "warmup": "fixed(1)"}),
 }
 BASELINE = "diffusers, 1 rank"
 

@@ -14,9 +14,8 @@ DPM-Solver++. ``strategies``: naive patches, PipeFusion and compressed messages 
 more, and four of flow matching. ``detail``: errors by step, layer and token. ``objectives``: flow matching, and the
 noise in place of the velocity; ``degrees``: these, and DPM-Solver++, on other numbers of devices. ``videos``: a few
 synchronous steps of a video model, by where they are. ``tokens``: one recipe at 64 and 1,024 tokens. ``codecs``: every
-way to compress messages. ``counts``:
-fewer steps. Models that are not embedded (epsilon, 64 and 1,024 tokens) are those of `training/relatives.py`, looked
-for in ``--models``; where one is not there, its table is left out.
+way to compress messages. Fewer steps are those of `steps.py`. Models that are not embedded (epsilon, 64 and 1,024
+tokens) are those of `training/relatives.py`, looked for in ``--models``; where one is not there, its table is left out.
 `benchmarks/figures.py` draws the figures of the page from the JSON file, `benchmarks/tables.py` prints its tables.
 """
 
@@ -119,10 +118,6 @@ TABLES = [
         Table("samplers", "emoji-sd3", sampler, 12, (4,), ("fixed(1)",))
         for sampler in ("euler", "heun", "dpm", "unipc")
     ),
-    *(
-        Table("counts", "emoji-dit-s", sampler, 10, (4,), ("fixed(1)",), strategies=("displaced", "displaced+linear"))
-        for sampler in ("ddim", "dpm", "unipc")
-    ),
     Table("objectives", "emoji-dit-s", "ddim", LONG, (4,), SPREAD[1:]),
     Table("objectives", "dit-epsilon", "ddim", LONG, (4,), (*WARMUPS, *SPREAD)),
     Table("objectives", "emoji-sd3", "euler", LONG, (4,), (*WARMUPS, *SPREAD), captions=4),
@@ -151,6 +146,26 @@ def folder_of(table: Table, models: Path) -> Path:
     return models / table.model / "out" if table.model in RELATIVES else zoo.path(table.model)
 
 
+def setup_of(folder: Path, name: str, parent: str, steps: int) -> Any:
+    """What all images of a study share; ``parent``: the embedded model whose guidance and sizes it has."""
+    from ditmesh import zoo
+    from ditmesh.generate.model_info import find_model
+    from ditmesh.lab.study import plan
+
+    info, known = find_model(folder), zoo.EMBEDDED[parent]
+    return plan.Setup(
+        model=str(folder),
+        name=name,
+        weights=plan.weights_digest(folder),
+        steps=steps,
+        guidance=known.guidance_scale,
+        # Elsewhere the pipeline takes the transformer's own; FLUX's has none.
+        size=None if "sample_size" in info.transformer else info.default_size,
+        max_sequence_length=known.max_sequence_length,
+        frames=known.frames or None,
+    )
+
+
 def plan_of(table: Table, rounds: int, models: Path) -> Any:
     """The study's plan; that of fewer rounds is the beginning of that of more."""
     from ditmesh import zoo
@@ -160,20 +175,10 @@ def plan_of(table: Table, rounds: int, models: Path) -> Any:
 
     folder = folder_of(table, models)
     parent = "emoji-dit-s" if table.model in RELATIVES else table.model
-    info, known, captions = find_model(folder), zoo.EMBEDDED[parent], zoo.captions(parent)
+    info, captions = find_model(folder), zoo.captions(parent)
     every = len(captions) // table.captions
     prompts = captions[every // 2 :: every][: table.captions]
-    setup = plan.Setup(
-        model=str(folder),
-        name=table.model,
-        weights=plan.weights_digest(folder),
-        steps=table.steps,
-        guidance=known.guidance_scale,
-        # Elsewhere the pipeline takes the transformer's own; FLUX's has none.
-        size=None if "sample_size" in info.transformer else info.default_size,
-        max_sequence_length=known.max_sequence_length,
-        frames=known.frames or None,
-    )
+    setup = setup_of(folder, table.model, parent, table.steps)
     return plan.make_plan(
         setup,
         info,
@@ -287,19 +292,8 @@ def rounded(value: Any, digits: int = 5) -> Any:
     return [rounded(each, digits) for each in value] if isinstance(value, list | tuple) else value
 
 
-def show(table: Table, results: Any) -> None:
-    """Print one table."""
-    count, seeds = seeds_of(results)
-    title = f"{table.model}, {table.sampler}, {table.steps} steps: {count} pictures, seeds {seeds[0]} to {seeds[-1]}"
-    print(f"\n{table.part}: {title}; dB against the synchronous picture of the same seed, ± standard error")
-    for row in results.rows():
-        print(
-            f"{row.strategy:<20}{row.devices:>2}  {row.warmup:<20}{format(row.psnr, '.2f'):>15}{row.ssim.value:>9.4f}"
-        )
-
-
 def main() -> None:
-    """Measure and print."""
+    """Measure, and write the figures."""
     parser = command_line(__doc__)
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
     parser.add_argument("--model", action="append", help="default: all that the tables name")
@@ -307,7 +301,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=3, help="pictures of every caption, each with its own seed")
     parser.add_argument("--out", type=Path, default=Path("runs/quality"), help="what is finished")
     parser.add_argument("--models", type=Path, default=Path("runs/relatives"), help="what training/relatives.py made")
-    parser.add_argument("--show", action="store_true", help="draw nothing; tables of what is there")
+    parser.add_argument("--show", action="store_true", help="draw nothing; figures of what is there")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tables = [
@@ -321,12 +315,8 @@ def main() -> None:
     if not options.show:
         measure(tables, options.out, options.images, options.models)
     found = list(finished(tables, options.out, options.images, options.models))
-    machine = describe_machine()
-    print(f"{machine['text']}; one thread; ranks simulated, to the bit")
-    for table, results in found:
-        show(table, results)
     figures = {
-        "machine": machine,
+        "machine": describe_machine(),
         "tables": [{"table": asdict(table), **figures_of(results)} for table, results in found],
         "relatives": {
             name: json.loads(record.read_text(encoding="utf-8"))

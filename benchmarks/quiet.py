@@ -8,7 +8,7 @@ as long as at its best, or the core is shared. So it runs before and after what 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -76,17 +76,3 @@ def together(wait: float = 0.0) -> float:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         if worst[0] <= LONGER or worst[1]:
             return float(worst[0])
-
-
-def exponents(groups: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]:
-    """How far a busy core shows in what is timed: ``seconds = quiet seconds * before ** a * after ** b``.
-
-    Args:
-        groups: of samples (seconds, before, after) of the same thing; each group's quiet seconds are its own.
-    """
-    import numpy as np
-
-    logs = [np.log(np.asarray(group, dtype=float)) for group in groups]
-    apart = np.concatenate([each - each.mean(axis=0) for each in logs])
-    a, b = np.linalg.lstsq(apart[:, 1:], apart[:, 0], rcond=None)[0]
-    return float(a), float(b)

@@ -10,6 +10,7 @@ their own; a test compares both. Warm-ups and messages of older versions have to
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import sys
@@ -129,6 +130,29 @@ def costs() -> Iterator[Row]:
 def gains() -> Iterator[Row]:
     """What moving keys on gains, by the number of steps."""
     return by_steps(lambda row: f"{row['gain']:.1f} ± {row['standard error']:.1f}")
+
+
+def steps() -> Iterator[Row]:
+    """Images of `steps.py` by the number of steps: keys as they are → moved on (gain; worst image)."""
+    models = {"emoji-sd3": "euler", "emoji-flux": "euler", "emoji-dit-s": "ddim"}
+    rows = [json.loads(line) for line in (MEASURED / "steps.jsonl").read_text(encoding="utf-8").splitlines()[1:]]
+    common = {"devices": 4, "warmup": "fixed(1)"}
+    yield "steps", *models
+
+    def images(**wanted: Any) -> list[float]:
+        return [psnr for row in rows if (wanted | common).items() <= row.items() for psnr in row["psnr"]]
+
+    for strategy, title in (("displaced", "displaced"), ("pipefusion", "PipeFusion")):
+        for count in sorted({row["steps"] for row in rows if row["strategy"] == f"{strategy}+linear"}):
+            cells = []
+            for model, sampler in models.items():
+                wanted = {"model": model, "sampler": sampler, "steps": count}
+                plain, moved = (images(**wanted, strategy=strategy + more) for more in ("", "+linear"))
+                # Of a model that comes later there may be nothing, or the first rounds.
+                gain = [b - a for a, b in zip(plain, moved, strict=False)]
+                means = f"{statistics.mean(plain):.1f} → {statistics.mean(moved):.1f}" if gain else ""
+                cells.append(f"{means} ({signed(gain).split(' (')[0]}; {min(moved):.1f})" if gain else "")
+            yield f"{title}, {count}", *cells
 
 
 def objectives() -> Iterator[Row]:
@@ -352,20 +376,39 @@ def sameness() -> Iterator[Row]:
         yield f"`{name}`", *apart_, *(f"{rows[name, n]['work']['ratio']:.2f}" for n in sizes)
 
 
+def vae() -> Iterator[Row]:
+    """An autoencoder in bands."""
+    yield "ranks", "processor seconds of a rank", "of one", "peak memory", "of one", "error", "bit-identical"
+    for count, row in read("vae")["ranks"].items():
+        seconds, share = row["processor seconds"], 1 / row["speed-up of them"]
+        equal, peak = "yes" if row["equal"] else "no", f"{row['peak'] / 2**20:.0f} MiB"
+        yield count, f"{seconds:.1f}", f"{share:.0%}", peak, f"{row['of one']:.0%}", small(row["error"]), equal
+
+
+def memory() -> Iterator[Row]:
+    """Private memory of the rank with most, in per cent of the weights, and processor seconds of all ranks."""
+    data = read("memory")
+    yield "", "load", "step", "processor s"
+    for form, ranks in data["forms"].items():
+        load, step = (max(rank[what] for rank in ranks) / data["weights"] for what in ("load", "step"))
+        yield f"`{form}`", f"{load:.0%}", f"{step:.0%}", f"{sum(rank['processor_seconds'] for rank in ranks):.2f}"
+
+
 def files() -> Iterator[Row]:
     """Every data file: what wrote it, and where."""
     yield "file in `benchmarks/measured`", "command", "machine, versions, date"
-    for path in sorted(MEASURED.glob("*.json")):
-        data = read(path.stem)
+    for path in sorted(MEASURED.glob("*.json*")):
+        # Of a file of rows the first line says it.
+        data = read(path.stem) or json.loads(path.read_text(encoding="utf-8").partition("\n")[0])
         machine = data["machine"]
         text = machine if isinstance(machine, str) else machine.get("text") or ", ".join(map(str, machine.values()))
         yield f"`{path.name}`", f"`{data['command']}`", text if "date" not in data else f"{text}; {data['date']}"
 
 
 NAMES = (
-    "devices counts costs gains objectives samplers few_steps strategies codecs tokens videos distribution load moving"
+    "devices steps counts costs gains objectives samplers few_steps strategies codecs tokens videos distribution load"
 )
-NAMES += " true_size links overhead deadlines training_speed training_curves sameness files"
+NAMES += " moving true_size links overhead deadlines training_speed training_curves sameness vae memory files"
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {name.replace("_", "-"): globals()[name] for name in NAMES.split()}
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)((?:\|.*\n)*)")
 

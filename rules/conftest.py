@@ -17,7 +17,7 @@ QUICK = {
     "test_on_rules.py::test_training_steps_of_fsdp2[eager]",
     "test_fake_cuda.py::test_a_request[sd3-shard]",
     "test_fake_world.py::test_no_host_waits_in_a_steady_step[SD3-ulysses=4 cfg=2]",
-    "test_fake_training.py::test_the_trainers_loop[data=2]",
+    "test_fake_training.py::test_checkpoints_of_tensors_of_a_device_and_of_the_host",
     "test_on_rules.py::test_a_planted_fault_in_flight_is_found[wait]",
     "test_on_rules.py::test_a_planted_fault_in_flight_is_found[freed]",
 }

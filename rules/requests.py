@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -266,7 +267,14 @@ def whole_run(given: dict[str, Any]) -> tuple[dict[int, float], list[str], list[
         if isinstance(message, Progress):
             losses[message.step] = message.loss
 
-    with fake_device(found=True), mock.patch.object(run, "device_of_rank", return_value=torch.device(KIND)):
-        unsaved = run.train(configured(given), report=report, check_memory=False)["unsaved"]
+    config = configured(given)
+    with ExitStack() as stack:
+        # Buffers that a text encoder fills in have no values on a fake device; nor has what a pipeline is observed by.
+        pipe = run._read_pipeline(config, math.inf)
+        stack.enter_context(mock.patch.object(run, "_read_pipeline", return_value=pipe))
+        stack.enter_context(mock.patch("ditmesh.train.trainer.ObservedFamily", family_by_hand))
+        stack.enter_context(fake_device(found=True))
+        stack.enter_context(mock.patch.object(run, "device_of_rank", return_value=torch.device(KIND)))
+        unsaved = run.train(config, report=report, check_memory=False)["unsaved"]
     out = Path(given["output_dir"])
     return losses, unsaved, sorted(file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file())

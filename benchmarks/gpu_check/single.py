@@ -45,7 +45,7 @@ def machine(quick: bool) -> Iterator[Row]:
     yield {"what": "ditmesh", "found": package.__version__, "ok": True}
     yield {"what": "versions", "found": ", ".join(f"{k} {v}" for k, v in facts["versions"].items()), "ok": True}
     yield {"what": "platform", "found": platform.platform(), "ok": True}
-    for name in ("driver", "nccl", "torch_cuda", "attention"):
+    for name in ("driver", "nccl", "torch_cuda"):
         yield {"what": name, "found": str(facts[name]), "ok": True}
     for name, value in environment(DEVICE).items():
         yield {"what": f"receipt: {name}", "found": value, "ok": True}

@@ -77,6 +77,10 @@ class InputDifferenceWarning(UserWarning):
     """Ranks were given different inputs, and all ranks use those of the first rank."""
 
 
+class FewStepsWarning(UserWarning):
+    """A request had so few steps that stale keys and values may show in its images."""
+
+
 class LocalTokensWarning(UserWarning):
     """A hook or forward of the user inside a model's blocks is given this rank's tokens or samples only."""
 

@@ -218,6 +218,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.matrix
 def test_ranks_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "host.py"
     script.write_text(HOST, encoding="utf-8")

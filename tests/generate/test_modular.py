@@ -150,6 +150,7 @@ def test_a_guider_has_the_guidance_of_a_call(saved):
         pass
 
 
+@pytest.mark.matrix
 def test_trained_as_in_the_other_form(saved, tmp_path):
     """To the same bits; what is written is a modular pipeline again, which diffusers reads."""
     data, weights = folder_of(tmp_path / "data", 2, 32), set()

@@ -19,7 +19,10 @@ OLD: dict[str, Any] = json.loads((DATA / "old_bits.json").read_text(encoding="ut
 PICTURES = sorted((DATA / "old_pictures").glob("*.png"))
 # Strategies with settings, or with a model, that others of the pictures have as well.
 MORE = {
+    "cfg",
+    "class",
     "class-displaced",
+    "data",
     "displaced-adaptive",
     "displaced-cfg",
     "displaced-int8",
@@ -28,6 +31,8 @@ MORE = {
     "pipe-four-patches",
     "reproducible-patches",
     "reproducible-two-devices",
+    "reproducible-weighted",
+    "ring",
     "two-pictures",
     "weighted",
 }

@@ -56,11 +56,8 @@ LEFT_OUT = {
 # Some that run always.
 ALWAYS = [
     "FluxControlNetImg2ImgPipeline",  # lists of residuals; fewer steps than asked for
-    "StableDiffusion3PAGPipeline",  # attention processors that a pipeline puts in for a call
     "QwenImageModularPipeline PerturbedAttentionGuidance",  # a function mode around attention
     "QwenImage21Pipeline",  # objects that keep keys
-    "SkyReelsV2DiffusionForcingPipeline frames a second",
-    "Cosmos3OmniPipeline",  # causal attention; the prompt comes first
     "MiniMaxH3ModularPipeline references",  # text, pictures, sound and video in one sequence; a transformer of its own
 ]
 

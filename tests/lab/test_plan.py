@@ -158,6 +158,15 @@ def test_a_plan_ends_with_the_line_to_type(capfd):
 
 
 @pytest.mark.matrix
+def test_few_steps_are_planned_exact(capfd):
+    code, out, err = plan(capfd, "flux.1-schnell", "--hardware", "l40s", "--devices", "2", "--stale", "--json")
+    assert code == 0, err
+    refused = json.loads(out)["refused"]
+    assert {"pipe=2 patches=2", "ring=2 exchange=displaced warmup=fixed(4)"} <= refused.keys()
+    assert all(why.startswith("with 4 steps keys") for why in refused.values())
+
+
+@pytest.mark.matrix
 def test_a_plan_of_what_does_not_fit(capfd):
     code, out, err = plan(capfd, "pixart-sigma", "--hardware", "4090", "--devices", "1", "--memory", "8")
     assert code == 0, err

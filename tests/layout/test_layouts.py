@@ -89,6 +89,11 @@ def test_every_tiny_model_has_a_reviewed_layout():
     assert {type(tiny(name)).__name__ for name in MAKERS} == set(known_models())
 
 
+def test_no_class_normalises_over_the_batch_or_over_tokens():
+    across = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
+    assert [name for name in MAKERS for module in tiny(name).modules() if isinstance(module, across)] == []
+
+
 def test_a_model_that_cannot_be_probed_is_refused_with_reasons():
     class Strange(nn.Module):
         def __init__(self):

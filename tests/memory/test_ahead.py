@@ -46,7 +46,7 @@ def by_model(page: str, numbers: str) -> dict[str, list[float]]:
 ROWS = by_model(PAGE, r"[\d.]+ \| [\d.]+ \| [\d.]+")
 # GB on the device: loaded whole and with values ahead, and the most, with what is predicted of the latter.
 PEAKS = by_model(LAB, r"[\d.]+ \| [\d.]+ \(.+")
-QUICK = ("pixart-sigma", "sd3.5-medium")
+QUICK = ("pixart-sigma",)
 
 
 def test_the_page_has_every_model() -> None:

@@ -116,8 +116,7 @@ def test_the_runner_knows_all_benchmarks(monkeypatch: pytest.MonkeyPatch, capsys
     runner = runpy.run_path(str(BENCHMARKS / "__main__.py"), run_name="runner")
     runner["main"]([])
     listed = capsys.readouterr().out.splitlines()
-    shared = {"__main__", "comfyui_files", "harness", "machine", "open_loop", "quiet"}
-    files = {path.stem for path in BENCHMARKS.glob("*.py")} - shared
+    files = {path.stem for path in BENCHMARKS.glob("*.py")} - runner["SHARED"]
     assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check"}
     with pytest.raises(SystemExit, match="there is no benchmark 'exakt'; use one of cards, comfyui_graphs, "):
         runner["main"](["exakt"])

@@ -54,11 +54,6 @@ class Block(NamedTuple):
         return reason and reason[1]
 
     @property
-    def always(self) -> bool:
-        """Whether every change has to pass it: the first program of a reader."""
-        return self.place.startswith("README.md:") and not re.match(r"torchrun|ditmesh ", self.text)
-
-    @property
     def ranks(self) -> int:
         """Ranks that run it: two under torchrun, or one program."""
         return 2 if "init_from_environment(" in self.text else 1
@@ -69,8 +64,10 @@ OF_CI = re.compile(r"(?:(?:make|pytest|mkdocs|python benchmarks/)[^\n]*\n)+")
 
 
 def marked(found: list[Block]) -> list[Any]:
-    """Blocks as parameters of a test."""
-    return [pytest.param(block, id=block.place, marks=() if block.always else pytest.mark.matrix) for block in found]
+    """Blocks as parameters of a test; every change has to pass the first program of a reader."""
+    always = [block.place.startswith("README.md:") and not re.match("torchrun|ditmesh ", block.text) for block in found]
+    marks = [() if first else pytest.mark.matrix for first in always]
+    return [pytest.param(block, id=block.place, marks=mark) for block, mark in zip(found, marks, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -100,20 +97,14 @@ def shorter(text: str) -> str:
     return re.sub(r"(num_inference_steps=|--steps )28\b", r"\g<1>4", text)
 
 
-# Blocks that ask a server: tests/serve/test_serve_docs.py runs them against one.
-SERVED = re.compile(r"ditmesh serve|127\.0\.0\.1:8000")
-
-# The blocks of a tutorial lead on from one another: tests/train/test_train_tutorial.py runs them in their order.
-TUTORIAL = re.compile(r"keep\.txt|emoji-lora|out/lora")
-
-# Programs of examples/recipes and the lines that start them: tests/project/test_recipes.py runs them.
-RECIPES = re.compile(r"CONFIGS\[sys\.argv|examples/recipes/")
+# tests/serve/test_serve_docs.py asks a server, tests/train/test_train_tutorial.py runs a tutorial in its order,
+# and tests/project/test_recipes.py the programs of examples/recipes.
+ELSEWHERE = r"ditmesh serve|127\.0\.0\.1:8000|keep\.txt|emoji-lora|out/lora|CONFIGS\[sys\.argv|examples/recipes/"
 
 
 def runs(block: Block) -> bool:
     """True if the block is run here."""
-    elsewhere = (TUTORIAL, SERVED, RECIPES)
-    return not block.untested and not any(pattern.search(block.text) for pattern in elsewhere)
+    return not block.untested and not re.search(ELSEWHERE, block.text)
 
 
 PYTHON = [block for block in blocks("python") if runs(block)]
@@ -134,12 +125,11 @@ def test_programs_import_what_there_is():
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("ranks", "always"), [(2, True), (2, False), (1, False)])
-def test_programs(tmp_path, environment, ranks, always):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_programs(tmp_path, environment, ranks):
     """Python blocks run as they stand, under torchrun where they ask for it; they share processes, and no names."""
-    chosen = [b for b in SHARING if b.ranks == ranks and b.always == always]
     files = []
-    for block in chosen:
+    for block in (block for block in SHARING if block.ranks == ranks):
         files.append(tmp_path / f"{block.place.replace('/', '_').replace(':', '_line_')}.py")
         files[-1].write_text(shorter(block.text), encoding="utf-8")
     assert files

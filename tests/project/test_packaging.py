@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -35,15 +34,10 @@ def done(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
     return result.stdout
 
 
-def requirements() -> list[Requirement]:
-    """All that pyproject.toml asks for, extras included."""
+def test_every_requirement_is_pinned():
     extras = PROJECT["optional-dependencies"]
     lists = [PROJECT["dependencies"], *(extras[name] for name in extras if name not in ("study", "zoo"))]
-    return [Requirement(line) for one in lists for line in one]
-
-
-def test_every_requirement_is_pinned():
-    for requirement in requirements():
+    for requirement in (Requirement(line) for lines in lists for line in lines):
         pin = PINS.get(canonicalize_name(requirement.name))
         assert pin is not None, requirement
         assert requirement.specifier.contains(next(iter(pin)).version), requirement
@@ -72,17 +66,10 @@ def test_the_image_installs_what_the_project_says():
     assert f"python:{sys.version_info.major}." in docker
 
 
-def pages_of(tree: Any) -> list[str]:
-    if isinstance(tree, str):
-        return [tree]
-    return [page for item in (tree.values() if isinstance(tree, dict) else tree) for page in pages_of(item)]
-
-
 def test_every_page_is_in_the_navigation():
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    docs = ROOT / "docs"
+    nav, docs = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2], ROOT / "docs"
     pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md") if not path.name.endswith(".zh.md")}
-    assert sorted(pages_of(nav)) == sorted(pages)
+    assert sorted(re.findall(r"[\w/-]+\.md", nav)) == sorted(pages)
 
 
 @pytest.mark.matrix
@@ -91,7 +78,7 @@ def test_the_site_builds(tmp_path):
     pytest.importorskip("mkdocs", reason="the site wants the docs extra: make docs")
     done(sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path / "site", NO_MKDOCS_2_WARNING="1")
     first = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
-    assert "images/strip.png" in first
+    assert "images/sheet.png" in first
     assert "several GPUs have not been tried" in first
     assert "尚未在多块 GPU 上运行过" in (tmp_path / "site" / "zh" / "index.html").read_text(encoding="utf-8")
     assert "ditmesh.parallelize" in (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
@@ -105,6 +92,24 @@ def test_the_sizes_in_a_page_are_what_its_script_computes(monkeypatch, script):
     module = importlib.import_module(script)
     page = module.PAGE.read_text(encoding="utf-8")
     assert module.write(page) == page
+
+
+@pytest.mark.matrix
+def test_steps_that_are_predicted(monkeypatch):
+    """Those of READMEs on 1, 2, 4 and 8 H200, and of docs/gpus.md on one."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    cards = importlib.import_module("cards")
+    steps = [cards.predicted(devices=devices) for devices in (1, 2, 4, 8)]
+    steps.append(cards.predicted(devices=8, config=cards.ParallelConfig(tensor=2, ulysses=4)))
+    for readme in cards.READMES:
+        (row,) = re.findall(r'^\| .*"auto".*', readme.read_text(encoding="utf-8"), re.MULTILINE)
+        assert re.findall(r"(\d+) ms", row) == [f"{step:.0f}" for step in steps]
+    page = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S.*?) \| [\d,]+ \+ (\d+) \|(?:[^|]*\|){3} (\d+) ms \|", page, re.MULTILINE)
+    assert len(rows) == 6
+    for title, text, step in rows:
+        name = title.lower().replace("wan 2.1 ", "wan-")
+        assert f"{cards.predicted(name, guidance=False, text=int(text)):.0f}" == step
 
 
 def test_models_by_name(monkeypatch):

@@ -22,27 +22,21 @@ PAGE = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for na
 def constant(name: str, what: str) -> Any:
     """A constant of a program, by its name."""
     for node in ast.parse((recipes.FOLDER / f"{name}.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign):
-            target, value = node.targets[0], node.value
-            pairs = [(target, value)]
-            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-                pairs = list(zip(target.elts, value.elts, strict=True))
-            for named, value in pairs:
-                if isinstance(named, ast.Name) and named.id == what:
-                    return ast.literal_eval(value)
+        target, _, value = ast.unparse(node).partition(" = ")
+        if what in (names := re.findall(r"\w+", target)):
+            values = ast.literal_eval(value)
+            return values if names == [what] else values[names.index(what)]
     raise AssertionError(f"{name} has no {what}")
 
 
 def configurations(name: str) -> dict[str, ParallelConfig]:
     """By machine."""
-    found = constant(name, "CONFIGS")
-    return {key: ParallelConfig(**(one[0] if isinstance(one, tuple) else one)) for key, one in found.items()}
+    found = constant(name, "CONFIGS").items()
+    return {key: ParallelConfig(**(config[0] if isinstance(config, tuple) else config)) for key, config in found}
 
 
 CASES = [(name, machine, config) for name in recipes.MODELS for machine, config in configurations(name).items()]
-QUICK = [
-    next(case for case in CASES if case[0] == name and case[2].world_size == 2) for name in ("sd35_large", "wan21_14b")
-]
+QUICK = [case for case in CASES if case[:2] in (("sd35_large", "2x24"), ("wan21_14b", "2x24"))]
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,10 @@ def on_all_axes(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CACHES)
+ALWAYS = ("First Block Cache", "MagCache")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.matrix] * (n not in ALWAYS)) for n in CACHES])
 def test_the_image_of_one_device_with_the_same_cache(ranks, name, request):
     worst = dict.fromkeys(AXES, 0.0)
     for found in ranks(2).run(on_all_axes, name):

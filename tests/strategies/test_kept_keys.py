@@ -131,7 +131,7 @@ def chunk_by_chunk(name: str, config: dict[str, Any]) -> tuple[list[float], floa
     return errors, share, own
 
 
-SLOW = ("AnyFlowFAR", "Flux2", "GlmImage")
+SLOW = ("AnyFlowFAR", "Flux2", "GlmImage", "WanAnimate2")
 CASES = [
     pytest.param(name, config, marks=[pytest.mark.matrix] * (name in SLOW or (config != ULYSSES and name != first)))
     for first in ("SanaWMLTX2Refiner",)

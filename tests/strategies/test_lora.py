@@ -57,13 +57,14 @@ SHARDS = {"ulysses": 2, "shard": 2}
         ("SD3", {"cfg": 2}),
         # Flux's pipeline compares an adapter with the shapes of the weights.
         ("Flux", {"tensor": 2}),
-        ("Flux", STAGES),
-        ("Flux", SHARDS),
         *(
-            pytest.param("SD3", one, marks=pytest.mark.matrix)
-            for one in ({"tensor": 2}, STAGES, SHARDS, {"tensor": 2, "cfg": 2})
+            pytest.param(model, config, marks=pytest.mark.matrix)
+            for model, configs in (
+                ("Flux", (STAGES, SHARDS, {"tensor": 2, **STAGES})),
+                ("SD3", ({"tensor": 2}, STAGES, SHARDS, {"tensor": 2, "cfg": 2})),
+            )
+            for config in configs
         ),
-        pytest.param("Flux", {"tensor": 2, **STAGES}, marks=pytest.mark.matrix),
     ],
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )

@@ -214,6 +214,7 @@ def test_unmodified_pipelines_and_samplers(ranks, alone):
             assert (repeats, plain) == (True, True), name
 
 
+@pytest.mark.matrix
 def test_four_stages(ranks, alone):
     names = ["flux, two branches", "hunyuan_dit"]
     for results in ranks(4).run(drawn, names, {"patches": 4, "pipe": 4}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 import ditmesh
 from ditmesh.config import ParallelConfig
 from ditmesh.core.clock import CallClock
+from ditmesh.errors import FewStepsWarning
 from ditmesh.staleness.control import WarmupControl
 from ditmesh.staleness.drift import SAMPLED_TOKENS, DriftMonitor, drifts_of
-from ditmesh.staleness.policy import Decision, Outlook, PastStep, parse
+from ditmesh.staleness.policy import FEW_STEPS, Decision, Outlook, PastStep, parse
 from ditmesh.staleness.schedule import even_levels, noise_levels
 from support.pipelines import MAKERS, arguments, draw
 from support.sample import sampled
@@ -312,6 +314,22 @@ def test_noise_goes_on_where_no_level_is_evaluated_twice(sampler, expected):
     control = WarmupControl(EveryOther(), 2, DriftMonitor(lambda sums: sums), clock, lambda: noise_levels(scheduler))
     control.begin_request()
     assert [control.goes_on(step) for step in range(len(expected))] == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "warned"),
+    [({"patches": 2}, 4, False), ({"patches": 2}, 5, True), (displaced(2), FEW_STEPS, False), (displaced(1), 4, False)],
+    ids=str,
+)
+def test_few_steps_are_warned_of(config, steps, warned):
+    """One sentence, where a step was stale: the default makes four steps exact."""
+    pipe = MAKERS["flux"]()
+    around = ditmesh.parallelized if "patches" in config else ditmesh.simulated
+    with around(pipe, config), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        draw(pipe, arguments("flux", [1], steps=steps))
+    said = [str(one.message) for one in caught if one.category is FewStepsWarning]
+    assert [sentence.startswith(f"with {steps} steps keys") for sentence in said] == [True] * warned
 
 
 # --- on ranks --------------------------------------------------------------------------------------------------------

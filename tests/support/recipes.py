@@ -22,7 +22,7 @@ from support.models import component, fresh, variant
 from support.tiny import save_tiny_sd3, save_tiny_wan
 
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
-STEPS, SIZE, FRAMES = 2, (32, 32), 5
+STEPS, SIZE, FRAMES = 2, (64, 64), 5
 
 
 def _saved(pipe: Any, folder: Path) -> Path:

@@ -237,8 +237,8 @@ def test_a_planted_difference_is_seen(tmp_path):
 
 def test_a_run_that_a_reward_has_stopped_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     """In the middle of its second step, with a checkpoint of the first; and what a run writes."""
-    alone = trained(given(tmp_path / "a", max_train_steps=3))
-    settings = {"validation_prompts": ["a heart"], "validation_inference_steps": 2, "max_train_steps": 3}
+    alone = trained(given(tmp_path / "a", max_train_steps=2))
+    settings = {"validation_prompts": ["a heart"], "validation_inference_steps": 2, "max_train_steps": 2}
     run, calls = given(tmp_path / "b", **settings), []
 
     def broken(images: np.ndarray, prompts: list[str]) -> np.ndarray:
@@ -254,8 +254,8 @@ def test_a_run_that_a_reward_has_stopped_goes_on_to_the_same_bits(tmp_path, monk
     rows = read_log(tmp_path / "b" / "loss.csv")
     for row, own in zip(rows, alone[0], strict=True):
         assert {name: row[name] for name in own if name in row} == {k: v for k, v in own.items() if k != "norm"}
-    assert [row["step"] for row in read_log(tmp_path / "b" / "validation.csv")] == [0, 3]
-    assert {file.name for file in (tmp_path / "b" / "validation").iterdir()} == {"step-0-0.png", "step-3-0.png"}
+    assert [row["step"] for row in read_log(tmp_path / "b" / "validation.csv")] == [0, 2]
+    assert {file.name for file in (tmp_path / "b" / "validation").iterdir()} == {"step-0-0.png", "step-2-0.png"}
     assert (Path(result["pipeline"]) / "pytorch_lora_weights.safetensors").exists()
 
 

@@ -125,6 +125,7 @@ def lengths_of(given, steps=None):
     return found
 
 
+@pytest.mark.matrix
 def test_prompts_of_several_lengths(ranks, data, tmp_path):
     """Each micro-batch has one, the same on all ranks of a sequence, and after a stop."""
     given = settings(data, tmp_path / "a", resolution=32, max_sequence_length=[5, 9], max_train_steps=6)

@@ -37,7 +37,8 @@ def trained(given):
         return list(trainer.run().losses.values()), trainer.state.weights()
 
 
-@pytest.mark.parametrize("recomputed", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("recomputed", [False, True])
 def test_dropout_leaves_out_what_one_device_leaves_out(ranks, model, data, tmp_path, recomputed):
     lora = {
         "rank": 2,

@@ -138,6 +138,7 @@ def test_an_expert_is_trained_on_its_noise_levels(ranks, model, films, tmp_path,
 BOTH = ("transformer", "transformer_2")
 
 
+@pytest.mark.matrix
 def test_an_adapter_of_the_second_transformer(model, films, tmp_path):
     """Over a quantised base; diffusers loads it with its own argument, and ditmesh by what the file says."""
     pytest.importorskip("bitsandbytes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from ..core.borrowed import missing
 from ..errors import InputError, LayoutError, MeetingError, RankFailed, ServerError, problem_text
 from ..launch import Terminated, ignore_signals, interrupt_cause, leave, raise_on_signals, torchrun_rank
 from ..launch.log_filter import hide_chatter
+from ..launch.torchrun import EXIT_SECONDS
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect, layout
@@ -151,9 +153,11 @@ def _plain(arguments: Sequence[str]) -> list[str]:
 
 
 def _leave(message: str, code: int, speaks: bool | None = None) -> None:
-    # Under torchrun all ranks reach this point; one prints the error.
+    # Under torchrun all ranks reach this point: one prints the error. When the first has ended, torchrun ends them.
     if not _rank() if speaks is None else speaks:
         print(f"ditmesh: {message}", file=sys.stderr)
+    else:
+        time.sleep(EXIT_SECONDS)
     sys.exit(code)
 
 

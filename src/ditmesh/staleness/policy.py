@@ -163,6 +163,8 @@ class GivenSteps:
         return Decision(step in self.steps, "one of the steps given" if step in self.steps else "not one of them")
 
 
+# With fewer steps stale keys may show in images (docs/lab/findings.md, number of steps).
+FEW_STEPS = 12
 # Drift of a step in which all of the signal is new, while none has been measured.
 ASSUMED_DRIFT = 0.25
 # Growth of an error that does not count.
@@ -188,6 +190,16 @@ def _news(noise: Sequence[float], step: int) -> float:
         return 1.0
     before, now = ((1 - noise[at]) / noise[at] for at in (step - 1, step))
     return max(1 - (before / now) ** 2 if now > 0 else 0.0, LEAST_NEWS)
+
+
+def few_steps(steps: int) -> str | None:
+    """The sentence that speaks against stale keys in a request of so many steps; None: they are enough."""
+    if steps >= FEW_STEPS:
+        return None
+    return (
+        f"with {steps} steps keys of the step before may show in the image (under {FEW_STEPS}, see docs/stale.md); use "
+        "an exact strategy, such as ulysses, ring or cfg, or more steps"
+    )
 
 
 def parse(text: str) -> WarmupPolicy:

@@ -23,7 +23,7 @@ from ..comm import Link, Traffic
 from ..comm.backends import device_of_rank
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
-from ..errors import ConfigError, InputError, LayoutError, UntestedWarning
+from ..errors import ConfigError, FewStepsWarning, InputError, LayoutError, UntestedWarning
 from ..generate.job import PictureJob, check_config
 from ..generate.model_info import ModelInfo, find_model
 from ..generate.runner import PipelineRunner, rank_of_process
@@ -169,7 +169,10 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
                 continue
         if report is not None and rank == 0:
             report(config_name(task.config))
-        runs.append(_run(job, pipe, task, rank))
+        with warnings.catch_warnings():
+            # What few steps do to a stale strategy's image stands in the result.
+            warnings.simplefilter("ignore", FewStepsWarning)
+            runs.append(_run(job, pipe, task, rank))
         if mesh is not None:
             if share:
                 # To make it whole takes room for all of it.

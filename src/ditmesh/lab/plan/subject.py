@@ -17,7 +17,9 @@ from ...generate.model_info import find_model, parameters_of
 from ...memory.catalogue import Shape, shapes
 from ...memory.check import Choice, Demand, components_of, components_of_shape, gigabytes
 from ...memory.sizes import Workload, workload_of
+from ...recipe import promise_of
 from ...request import Offload
+from ...staleness.policy import few_steps
 from .hardware import Hardware
 from .roofline import Prediction, predict
 
@@ -167,8 +169,11 @@ def plan(about: PlanSubject, hardware: Hardware, stale: bool = False) -> Plan:
     room, demand = hardware.device.memory, about.demand
     choice = demand.choose(hardware.devices, room)
     rows, refused = list[PlanRow](), dict[str, str]()
+    few = few_steps(about.workload.steps)
     for config in dict.fromkeys((choice.config, *offers(about, hardware, stale))):
         try:
+            if few and promise_of(config) == "none":
+                raise ConfigError(few)
             memory = None
             with suppress(LayoutError):
                 memory = demand.largest(config)[0]

@@ -1,4 +1,4 @@
-"""Figures of a study: means with standard errors, paired differences, a rule for the warm-up, and sentences."""
+"""Figures of a study: means with standard errors, paired differences, the warm-up needed, and sentences."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from .plan import SYNCHRONOUS, Pair, StudyPlan
 
 # An image with the bits of the synchronous one has an infinite ratio; so much is taken for it in means.
 CAP = 100.0
-# Numbers of devices that need a warm-up, without which two parameters are not determined.
-FITTED = 3
 
 # Sampler, strategy, devices, warm-up.
 Combination = tuple[str, str, int, str]
@@ -232,10 +230,9 @@ class StudyResults:
         return compared
 
     def rule(self, sampler: str, strategy: str, target: float | None = None) -> dict[str, Any] | None:
-        """The warm-up needed at every N for a mean PSNR, and w = a · N^b through it; None without fixed warm-ups.
+        """The warm-up needed at every N for a mean PSNR; None without fixed warm-ups.
 
-        The target is in dB; None: the highest whole number that some warm-up reaches at every N. ``fit``, ``sqrt``:
-        None where under `FITTED` of the N need any warm-up at all: a power law through zeros is not determined.
+        The target is in dB; None: the highest whole number that some warm-up reaches at every N.
         """
         curves = {
             devices: {warmup: level for warmup, at in fixed.items() if (level := self.row(at).psnr.value) is not None}
@@ -247,18 +244,7 @@ class StudyResults:
         if target is None:
             target = float(floor(min(max(curve.values()) for curve in curves.values())))
         needed = {devices: first_reaching(curve, target) for devices, curve in curves.items()}
-        points = {devices: warmup for devices, warmup in needed.items() if warmup is not None}
-        fit, root = None, (None, None)
-        if sum(warmup > 0 for warmup in points.values()) >= FITTED:
-            fit, root = fit_power(points), fit_root(points)
-        return {
-            "target_psnr": target,
-            "needed": {str(devices): warmup for devices, warmup in needed.items()},
-            "fit": None if fit is None else {"a": fit[0], "b": fit[1], "residual": fit[2]},
-            "sqrt": None if fit is None else {"base": root[0], "residual": root[1]},
-            "points": len(points),
-            "points_above_zero": sum(warmup > 0 for warmup in points.values()),
-        }
+        return {"target_psnr": target, "needed": {str(devices): warmup for devices, warmup in needed.items()}}
 
     def warmup_gains(self, pair: Pair) -> list[dict[str, Any]]:
         """For every N the PSNR with the shortest and the longest fixed warm-up that has a stale step."""
@@ -337,30 +323,6 @@ def first_reaching(curve: Mapping[int, float], target: float) -> float | None:
     return None
 
 
-def fit_power(points: Mapping[int, float]) -> tuple[float, float, float] | None:
-    """Least squares of w = a · N^b: a, b and the root mean square of the residuals, in steps; None under two points.
-
-    For every b from -4 to 4, in steps of 1e-4, the best a is known. Not through logarithms: a warm-up may be zero.
-    """
-    if len(points) < 2 or not any(points.values()):
-        return None
-    exponents, warmups = np.linspace(-4, 4, 80001), np.array([*points.values()], dtype=float)
-    powers = np.array([*points], dtype=float) ** exponents[:, None]
-    factors = powers @ warmups / (powers**2).sum(1)
-    squares = ((warmups - factors[:, None] * powers) ** 2).mean(1)
-    best = squares.argmin()
-    return float(factors[best]), float(exponents[best]), sqrt(squares[best])
-
-
-def fit_root(points: Mapping[int, float]) -> tuple[float | None, float | None]:
-    """Least squares of w = base · √N: base and the root mean square of the residuals; None without points."""
-    if not points:
-        return None, None
-    roots, warmups = np.sqrt([*points]), np.array([*points.values()], dtype=float)
-    base = float(warmups @ roots / sum(points))
-    return base, float(np.sqrt(((warmups - base * roots) ** 2).mean()))
-
-
 # --------------------------------------------------------------------------------------------------
 # In words
 
@@ -380,7 +342,7 @@ def findings(results: StudyResults, rules: Mapping[Pair, Mapping[str, Any] | Non
         "neighbours": lambda names: list(pairwise(names)),
     }
     images = max((row.images for row in results.rows()), default=0)
-    facts = {"results": results, "plan": results.plan, "rules": rules, "images": images, "fitted": FITTED}
+    facts = {"results": results, "plan": results.plan, "rules": rules, "images": images}
     text = templates.get_template("findings.txt").render(**facts)
     return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
 

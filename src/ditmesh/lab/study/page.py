@@ -40,8 +40,6 @@ ROWS, LINES = 8, 6
 # Pixels of an image's side, on the page; larger ones are shrunk.
 SIDE = 512
 
-Rules = Mapping[Pair, Mapping[str, Any] | None]
-
 
 def write(
     results: StudyResults, folder: Path, target: float | None = None, facts: Mapping[str, Any] | None = None
@@ -68,22 +66,15 @@ def write(
         "cells": results.cells,
     }
     (folder / "results.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    page_of(results, folder / "cells", sentences, rules, facts or {}).write(folder / "report.html")
+    page_of(results, folder / "cells", sentences, facts or {}).write(folder / "report.html")
     return data
 
 
-def page_of(
-    results: StudyResults,
-    images: Path,
-    sentences: Sequence[str],
-    rules: Rules,
-    facts: Mapping[str, Any],
-) -> Page:
+def page_of(results: StudyResults, images: Path, sentences: Sequence[str], facts: Mapping[str, Any]) -> Page:
     """The page.
 
     Args:
         images: folder of its PNGs.
-        rules: `StudyResults.rule` by sampler and strategy.
         facts: where the figures are from, by name.
     """
     plan = results.plan
@@ -103,7 +94,7 @@ def page_of(
     report.section("Quality against time and bytes")
     _costs(report, results)
     for title, note, show in (
-        ("Warm-up", "", lambda pair: _warmup_charts(report, results, pair, rules.get(pair))),
+        ("Warm-up", "", lambda pair: _warmup_charts(report, results, pair)),
         ("Images", "", lambda pair: _images(report, results, pair, images)),
         ("Error of the prediction, step by step", PREDICTION, lambda pair: _loss_curves(report, results, pair)),
         ("Step by layer", "", lambda pair: _heat_maps(report, results, pair)),
@@ -209,7 +200,7 @@ def _costs(report: Page, results: StudyResults) -> None:
         report.text(f"Not known without --real: bytes that {' and '.join(unknown)} would send.", note=True)
 
 
-def _warmup_charts(report: Page, results: StudyResults, pair: Pair, rule: Mapping[str, Any] | None) -> None:
+def _warmup_charts(report: Page, results: StudyResults, pair: Pair) -> None:
     of, lines = f"{pair}", []
     for devices in results.plan.devices:
         fixed = results.stale_fixed(*pair, devices)
@@ -218,19 +209,7 @@ def _warmup_charts(report: Page, results: StudyResults, pair: Pair, rule: Mappin
     if not lines:
         return
     chart = line_chart(lines, f"PSNR over warm-up, {of}", "warm-up steps", "PSNR, dB")
-    charts = [(chart, f"{of}: PSNR against the synchronous image; bars: standard error.")]
-    if rule is None or rule["fit"] is None:
-        report.charts(charts)
-        return
-    needed = {float(n): warmup for n, warmup in rule["needed"].items() if warmup is not None}
-    fit, base, devices = rule["fit"], rule["sqrt"]["base"], tuple(needed)
-    series = [
-        Series("needed", devices, tuple(needed.values())),
-        Series(f"{fit['a']:.2f} N^{fit['b']:.2f}", devices, tuple(fit["a"] * n ** fit["b"] for n in devices)),
-        Series(f"{base:.2f} √N", devices, tuple(base * n**0.5 for n in devices)),
-    ]
-    chart = line_chart(series, f"Warm-up needed, {of}", "devices N", "warm-up steps")
-    report.charts([*charts, (chart, f"{of}: warm-up steps needed for {rule['target_psnr']:g} dB.")])
+    report.charts([(chart, f"{of}: PSNR against the synchronous image; bars: standard error.")])
 
 
 def _line(name: str, xs: Iterable[float], means: Sequence[Mean]) -> Series:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 
 from torch import nn
@@ -9,11 +10,11 @@ from torch import nn
 from ...config import ParallelConfig
 from ...core.arguments import Arguments
 from ...core.clock import TIMESTEPS, timestep_of
-from ...errors import ConfigError, InputError
+from ...errors import ConfigError, FewStepsWarning, InputError
 from ...layout import TokenLayout
 from ...staleness.control import WarmupControl
 from ...staleness.drift import DriftMonitor
-from ...staleness.policy import parse
+from ...staleness.policy import few_steps, parse
 from ...staleness.schedule import noise_levels
 from ..base import ParallelModel, Request, Strategy
 from ..pipefusion.stages import blocks_of
@@ -51,13 +52,13 @@ class StaleSteps(Strategy):
     def apply(self, undo: ExitStack) -> None:
         context, config = self.context, self.context.config
         mesh = context.mesh
-        devices = config.patches or config.pipe if config.stages_or_patches else mesh.sequence.size
+        self._devices = config.patches or config.pipe if config.stages_or_patches else mesh.sequence.size
         monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
 
         def noise() -> tuple[float, ...] | None:
             return noise_levels(getattr(context.pipe, "scheduler", None))
 
-        control = WarmupControl(parse(config.warmup), devices, monitor, context.clock, noise)
+        control = WarmupControl(parse(config.warmup), self._devices, monitor, context.clock, noise)
         self._control = context.add(control)
 
     def begin_request(self, request: Request) -> None:
@@ -65,6 +66,12 @@ class StaleSteps(Strategy):
 
     def end_request(self, failed: bool) -> None:
         self._control.end_request(failed)
+        steps, context = self._control.log.steps, self.context
+        is_stale = self._devices > 1 and not all(record.synchronous for record in steps)
+        # Walks without values have no pipeline, and no image.
+        is_told = is_stale and not failed and context.pipe is not None and context.mesh.rank == 0
+        if is_told and (why := few_steps(len(steps))):
+            warnings.warn(why, FewStepsWarning, stacklevel=2)
 
     def outside_request(self, arguments: Arguments) -> None:
         raise InputError(

@@ -1,0 +1,124 @@
+"""What stale keys cost by the number of steps: models, samplers, numbers of devices, and keys that are moved on or not.
+
+    nice python benchmarks/steps.py                              # 8 images of each; hours of one core
+    nice python benchmarks/steps.py --images 32 --model emoji-flux
+
+Ranks are simulated, to the bit, and every image is compared with the exact image of the same caption and seed. A row is
+added to ``--file`` as soon as it is measured, and rows that are there are not measured again, so a run that was broken
+off goes on where it stood. The models' own samplers and few steps come first; images come in rounds of eight, each
+of other captions and seeds. `benchmarks/figures.py` and `benchmarks/tables.py` draw what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+
+from harness import command_line, traced
+from machine import describe_machine
+from quality import setup_of
+
+STEPS = (4, 6, 8, 10, 12, 20, 50)
+# Each model's usual sampler, and the others that are reviewed.
+SAMPLERS = {
+    "emoji-flux": ("euler", "dpm", "unipc", "heun"),
+    "emoji-dit-s": ("ddim", "dpm", "unipc", "ddpm", "euler"),
+    "emoji-sd3": ("euler", "dpm", "unipc", "heun"),
+    "fashion-dit": ("ddim", "dpm", "unipc"),
+    "emoji-wan": ("euler",),
+}
+# Images of one request, and of all requests at most.
+ROUND, MOST = 8, 32
+# Strategies, devices and warm-ups. PipeFusion's devices are patches; four synchronous steps are the default.
+DISPLACED = ("displaced", "displaced+linear")
+FOUR = [(name, 4, "fixed(1)") for name in DISPLACED]
+PIPE = [(name, 4, "fixed(1)") for name in ("pipefusion", "pipefusion+linear")]
+OTHERS = [(name, count, "fixed(1)") for count in (2, 8) for name in DISPLACED]
+MORE = [("displaced+linear", 4, f"fixed({steps})") for steps in (4, 0)]
+MORE += [(name, 4, "fixed(1)") for name in ("naive", "displaced-int4+linear")] + [("displaced+linear", 1, "fixed(1)")]
+# In the order they are measured; True: with a model's own sampler, False: with the others.
+PASSES = [(True, FOUR), (False, FOUR), (True, OTHERS), (True, PIPE + MORE), (False, OTHERS + PIPE)]
+
+
+def cells(options: Any) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """Setup, cell and name of every row, in the order they are measured."""
+    from ditmesh import zoo
+    from ditmesh.generate.job import class_numbers
+    from ditmesh.generate.model_info import find_model
+    from ditmesh.lab.study.plan import Cell
+
+    for number, (own, some), steps in product(range(-(-options.images // ROUND)), PASSES, STEPS):
+        for model in options.model or SAMPLERS:
+            folder, captions = zoo.path(model), zoo.captions(model)
+            # Evenly spaced; a model with fewer captions has some of them again, with other seeds.
+            places = [(2 * at + 1) * len(captions) // (2 * MOST) for at in range(number, MOST, MOST // ROUND)]
+            prompts, seeds = tuple(captions[at] for at in places), range(number * ROUND, (number + 1) * ROUND)
+            labels, setup = class_numbers(prompts, find_model(folder)), setup_of(folder, model, model, steps)
+            for sampler in SAMPLERS[model][:1] if own else SAMPLERS[model][1:]:
+                for name, count, warmup in some:
+                    cell = Cell(sampler, prompts, tuple(seeds), tuple(labels), name, count, warmup)
+                    row = {"model": model, "weights": setup.weights, "sampler": sampler, "steps": steps}
+                    yield setup, cell, row | {"strategy": name, "devices": count, "warmup": warmup, "round": number}
+
+
+class Exact:
+    """Pipelines of the models, and the exact images, each drawn once."""
+
+    def __init__(self) -> None:
+        self._pipes: dict[str, tuple[Any, Any]] = {}
+        self._images: dict[tuple[Any, ...], Any] = {}
+
+    def measure(self, setup: Any, cell: Any) -> dict[str, Any]:
+        """A stale cell beside the exact images; processor seconds."""
+        from ditmesh.lab.study.running import distances, load_study_pipeline, nearest_matches_prompt, run_cell, stale
+        from ditmesh.lab.study.samplers import set_sampler
+
+        if setup.name not in self._pipes:
+            pipe = load_study_pipeline(setup)
+            self._pipes[setup.name] = pipe, pipe.scheduler
+        pipe, plain = self._pipes[setup.name]
+        set_sampler(pipe, cell.sampler, plain)
+        if (key := (setup.name, cell.sampler, setup.steps, cell.seeds)) not in self._images:
+            self._images[key] = run_cell(pipe, setup, cell.reference)[0]
+        began = time.process_time()
+        with stale(pipe, cell):
+            images, predictions = run_cell(pipe, setup, cell)
+        pairs = zip(images, self._images[key], strict=True)
+        apart = [distances(list(zip(*pair, strict=True)) if images.ndim == 5 else [pair]) for pair in pairs]
+        found: dict[str, Any] = {
+            name: [one[name] and round(one[name], 4) for one in apart] for name in ("psnr", "ssim")
+        }
+        for name, some in (("right", images), ("exact right", self._images[key])):
+            found[name] = sum(nearest_matches_prompt(Path(setup.model), cell, some) or ())
+        return found | {"evaluations": len(predictions), "seconds": round(time.process_time() - began, 2)}
+
+
+def main() -> None:
+    """Measure what is missing."""
+    parser = command_line(__doc__, figures=False)
+    parser.add_argument("--images", type=int, default=ROUND, help=f"{ROUND} to {MOST}")
+    parser.add_argument("--model", action="append", choices=SAMPLERS, help="default: all")
+    parser.add_argument("--file", type=Path, default=Path(__file__).parent / "measured" / "steps.jsonl")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if not options.file.exists():
+        options.file.write_text(json.dumps(traced({"machine": describe_machine()})) + "\n", encoding="utf-8")
+    rows = [json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()]
+    exact = Exact()
+    for setup, cell, row in cells(options):
+        if not any(row.items() <= there.items() for there in rows):
+            with options.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row | exact.measure(setup, cell)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
