@@ -1,7 +1,7 @@
 """One seed over degrees and sizes: bits in reproducible mode, and how differences of exact strategies grow.
 
     python benchmarks/sameness.py --json benchmarks/measured/sameness.json
-    python benchmarks/sameness.py --part growth --tokens 256 1024 --steps 4
+    python benchmarks/sameness.py --part growth --tokens 256 1024 --steps 4 --degrees 2 4
 
 ``bits``: `emoji-flux` (trained), eight prompts in one request, on 1 device and with ``ulysses`` and ``data`` of 2, 4
 and 8, each with and without ``reproducible``: how many pictures have the bits of one device with the same setting,
@@ -21,6 +21,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,8 @@ MODEL = {
 TEXT = 32
 AFTER = (1, 4, 20)
 ALONE = "one device"
-# ``data`` has a batch of two, of which every rank draws one.
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "ulysses=2": {"ulysses": 2},
-    "ring=2": {"ring": 2},
-    "tensor=2": {"tensor": 2},
-    "data=2": {"data": 2},
-}
+# ``data`` has a batch of as many as ranks, of which each draws one.
+AXES = ("ulysses", "ring", "tensor", "data")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -158,39 +154,41 @@ def flow(config: dict[str, Any], tokens: int, steps: int, rows: int) -> dict[str
     return {"latents": kept, "seconds": seconds, "work": work, "peak": alive.peak}
 
 
-def growth(tokens: tuple[int, ...], steps: tuple[int, ...], turns: int, write: Any) -> list[dict[str, Any]]:
+def growth(options: Any, write: Any) -> list[dict[str, Any]]:
     """One row for every size and strategy."""
     from ditmesh.launch import RankPool
 
     found: list[dict[str, Any]] = []
-    with RankPool(1, "cpu", threads=1) as single, RankPool(2, "cpu", threads=1) as pair:
-        for count in tokens:
-            alone = {rows: [single.run(flow, {}, count, steps, rows)[0]] for rows in (1, 2)}
-            several = {
-                name: [pair.run(flow, config, count, steps, _rows(config))] for name, config in STRATEGIES.items()
-            }
-            for _ in range(turns - 1):
+    steps, meshes = tuple(options.steps), [(axis, degree) for degree in options.degrees for axis in AXES]
+    with ExitStack() as stack:
+        pools = {ranks: stack.enter_context(RankPool(ranks, "cpu", threads=1)) for ranks in (1, *options.degrees)}
+        for count in options.tokens:
+            alone: dict[int, list[Any]] = {}
+            several: dict[tuple[str, int], list[Any]] = {}
+            for turn in range(options.turns):
                 # Speed takes turns; what is drawn is the same.
-                for rows, some in alone.items():
-                    some.append(single.run(flow, {}, count, steps[:-1] or steps, rows)[0])
-                for name, config in STRATEGIES.items():
-                    several[name].append(pair.run(flow, config, count, steps[:-1] or steps, _rows(config)))
-            for name, config in STRATEGIES.items():
-                reference = alone[_rows(config)]
+                after = steps[:-1] or steps if turn else steps
+                for rows in sorted({_rows(*mesh) for mesh in meshes}):
+                    alone.setdefault(rows, []).append(pools[1].run(flow, {}, count, after, rows)[0])
+                for axis, degree in meshes:
+                    run = pools[degree].run(flow, {axis: degree}, count, after, _rows(axis, degree))
+                    several.setdefault((axis, degree), []).append(run)
+            for axis, degree in meshes:
+                reference, ranks, name = alone[_rows(axis, degree)], several[axis, degree], f"{axis}={degree}"
                 row: dict[str, Any] = {"tokens": count, "strategy": name}
                 row["difference"] = {
-                    str(after): relative(several[name][0][0]["latents"][after], reference[0]["latents"][after])
+                    str(after): relative(ranks[0][0]["latents"][after], reference[0]["latents"][after])
                     for after in steps
                 }
                 for what in ("seconds", "work"):
                     # The first step of a run finds its memory.
                     one = statistics.median(value for run in reference for value in run[what][1:])
                     ours = max(
-                        statistics.median(value for run in several[name] for value in run[rank][what][1:])
-                        for rank in range(2)
+                        statistics.median(value for run in ranks for value in run[rank][what][1:])
+                        for rank in range(degree)
                     )
                     row[what] = {"one device": one, "ranks": ours, "ratio": one / ours}
-                row["peak_bytes"] = [reference[0]["peak"], max(each["peak"] for each in several[name][0])]
+                row["peak_bytes"] = [reference[0]["peak"], max(each["peak"] for each in ranks[0])]
                 found.append(row)
                 write(found)
                 said = ", ".join(f"{after}: {value:.1e}" for after, value in row["difference"].items())
@@ -203,8 +201,8 @@ def growth(tokens: tuple[int, ...], steps: tuple[int, ...], turns: int, write: A
     return found
 
 
-def _rows(config: dict[str, Any]) -> int:
-    return 2 if "data" in config else 1
+def _rows(axis: str, degree: int) -> int:
+    return degree if axis == "data" else 1
 
 
 def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
@@ -231,7 +229,7 @@ def main() -> None:
         write_figures(figures, options.json)
 
     if "growth" in parts:
-        growth(tuple(options.tokens), tuple(options.steps), options.turns, kept)
+        growth(options, kept)
     if "bits" in parts:
         figures["bits"] = bits(options.picture_steps, options.degrees)
     write_figures(figures, options.json)

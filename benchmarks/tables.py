@@ -394,6 +394,15 @@ def memory() -> Iterator[Row]:
         yield f"`{form}`", f"{load:.0%}", f"{step:.0%}", f"{sum(rank['processor_seconds'] for rank in ranks):.2f}"
 
 
+def degrees() -> Iterator[Row]:
+    """How far exact strategies are from one device after 1 and 4 steps, by the number of ranks and of tokens."""
+    rows = {(row["strategy"], row["tokens"]): row["difference"] for row in read("degrees")["growth"]}
+    strategies, sizes = (list(dict.fromkeys(key[place] for key in rows)) for place in (0, 1))
+    yield "strategy", *(f"{tokens:,} tokens" for tokens in sizes)
+    for name in strategies:
+        yield f"`{name}`", *(", ".join(small(value) for value in rows[name, count].values()) for count in sizes)
+
+
 def files() -> Iterator[Row]:
     """Every data file: what wrote it, and where."""
     yield "file in `benchmarks/measured`", "command", "machine, versions, date"
@@ -408,7 +417,7 @@ def files() -> Iterator[Row]:
 NAMES = (
     "devices steps counts costs gains objectives samplers few_steps strategies codecs tokens videos distribution load"
 )
-NAMES += " moving true_size links overhead deadlines training_speed training_curves sameness vae memory files"
+NAMES += " moving true_size links overhead deadlines training_speed training_curves sameness degrees vae memory files"
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {name.replace("_", "-"): globals()[name] for name in NAMES.split()}
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)((?:\|.*\n)*)")
 
