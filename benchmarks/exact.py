@@ -3,6 +3,8 @@
     python benchmarks/exact.py                              # a table; wants a quiet machine
     python benchmarks/exact.py --repeats 9 --json out.json  # and every figure
     python benchmarks/exact.py --against ../old/src         # with another version: seconds of this over its, in turns
+    python benchmarks/exact.py --stale                      # stale strategies, after one synchronous step
+    python benchmarks/exact.py --gather                     # keys gathered on every rank, by heads: four tables
 
 Worker processes stay up for the whole run and take turns: in every repeat each contender draws breath once
 and is then timed, so that a ratio compares neighbours in time. The median of the ratios is what counts:
@@ -19,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +92,50 @@ CONTENDERS = [
     Contender("diffusers, 1 process x 2 threads", 1, None, threads=2),
     APART,
 ]
+DISPLACED = {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}
+STALE = [
+    BASELINE,
+    Contender("ring=2, exact", 2, {"ring": 2}),
+    Contender("displaced, 2 ranks", 2, DISPLACED),
+    Contender("displaced, 2 ranks, over gloo", 2, {**DISPLACED, "shared_memory": False}),
+    *(Contender(f"displaced, 2 ranks, {kind}", 2, {**DISPLACED, "compress": kind}) for kind in ("fp16", "int8")),
+    Contender("naive, 2 ranks (lossy)", 2, {**DISPLACED, "exchange": "naive"}),
+    APART,
+]
+GATHER = [BASELINE, *CONTENDERS[2:4], Contender("ring=2 exchange=gather", 2, {"ring": 2, "exchange": "gather"})]
+# Lumina 2, whose four query heads share a key head.
+GROUPED = {
+    "in_channels": 16,
+    "hidden_size": 512,
+    "num_layers": 8,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 8,
+    "num_kv_heads": 2,
+    "axes_dim_rope": (16, 24, 24),
+    "cap_feat_dim": 512,
+}
 
 
 @cache
-def benchmark_model() -> torch.nn.Module:
-    """The Flux-class benchmark model, random weights, float32."""
+def benchmark_model(heads: int = 8) -> torch.nn.Module:
+    """The Flux-class benchmark model, random weights, float32; with 0 heads one with grouped-query attention."""
     import diffusers
 
     torch.manual_seed(0)
-    return diffusers.FluxTransformer2DModel(**MODEL).eval()
+    if not heads:
+        return diffusers.Lumina2Transformer2DModel(**GROUPED).eval()
+    return diffusers.FluxTransformer2DModel(**{**MODEL, "num_attention_heads": heads}).eval()
+
+
+def grouped_inputs() -> dict[str, Any]:
+    """Arguments of the forward of the model with grouped-query attention."""
+    torch.manual_seed(0)
+    return {
+        "hidden_states": torch.randn(1, GROUPED["in_channels"], 2 * SIDE, 2 * SIDE),
+        "timestep": torch.tensor([0.5]),
+        "encoder_hidden_states": torch.randn(1, TEXT, GROUPED["cap_feat_dim"]),
+        "encoder_attention_mask": torch.ones(1, TEXT, dtype=torch.bool),
+    }
 
 
 @cache
@@ -117,32 +154,28 @@ def benchmark_inputs(batch: int = 1, side: int = SIDE) -> dict[str, Any]:
     }
 
 
-def timed_forward(model: torch.nn.Module, inputs: dict[str, Any], runs: int) -> float:
-    """Best time of ``runs`` forwards on this rank as the model stands."""
-
-    def once() -> float:
-        if torch.distributed.get_world_size() > 1:
-            torch.distributed.barrier()
-        start = time.perf_counter()
-        with torch.no_grad():
-            model(**inputs)
-        return time.perf_counter() - start
-
-    return min(once() for _ in range(runs))
+def timed_forward(model: torch.nn.Module, inputs: dict[str, Any]) -> float:
+    """Seconds of a forward on this rank as the model stands."""
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.barrier()
+    start = time.perf_counter()
+    with torch.no_grad():
+        model(**inputs)
+    return time.perf_counter() - start
 
 
-def seconds(config: dict[str, Any] | None, runs: int) -> float:
-    """Best time of ``runs`` forwards of the benchmark model on this rank; see `seconds_of`."""
-    return seconds_of(benchmark_model(), benchmark_inputs(), config, runs)
-
-
-def seconds_of(model: torch.nn.Module, inputs: dict[str, Any], config: dict[str, Any] | None, runs: int) -> float:
-    """Best time of ``runs`` forwards on this rank, after one that does not count."""
+def seconds(config: dict[str, Any] | None, runs: int, heads: int = 8) -> float:
+    """Best time of ``runs`` forwards on this rank, after one that does not count; of stale ones after two."""
     import ditmesh
 
+    model, inputs = benchmark_model(heads), benchmark_inputs() if heads else grouped_inputs()
+    before = 2 if config and "warmup" in config else 1
     with nullcontext() if config is None else ditmesh.parallelized(model, config):
-        timed_forward(model, inputs, 1)
-        return timed_forward(model, inputs, runs)
+        if before > 1:
+            ditmesh.engine_of(model).begin_request(runs + before)
+        # Another timestep every time: a new step.
+        steps = ({**inputs, "timestep": inputs["timestep"] * (1 - 0.01 * step)} for step in range(runs + before))
+        return min([timed_forward(model, step) for step in steps][before:])
 
 
 def compare(
@@ -226,6 +259,8 @@ def arguments(description: str | None, other: bool = False) -> argparse.Namespac
     parser.add_argument("--only", nargs="*", help="contenders to run besides the baseline")
     if other:
         against_option(parser)
+        parser.add_argument("--stale", action="store_true", help="stale strategies in place of the exact ones")
+        parser.add_argument("--gather", action="store_true", help="gathered keys; each table has a file of its own")
     return parser.parse_args()
 
 
@@ -236,8 +271,14 @@ def main() -> None:
         serve({"seconds": seconds})
     elif options.against:
         compare_versions(CONTENDERS, __file__, options)
+    elif options.gather:
+        file = options.json
+        for heads in (8, 6, 5, 0):
+            options.json = file and file.with_suffix(f".{heads or 'grouped'}.json")
+            what = f"{heads} heads" if heads else "8 heads, 2 key heads (Lumina 2 class)"
+            compare(GATHER, partial(seconds, heads=heads), f"float32; {what}", options)
     else:
-        compare(CONTENDERS, seconds, "8 heads, float32", options)
+        compare(STALE if options.stale else CONTENDERS, seconds, "8 heads, float32", options)
 
 
 if __name__ == "__main__":
