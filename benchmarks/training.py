@@ -11,10 +11,6 @@ pictures. Ranks have one thread each; data are pictures that come with the packa
 *memory*: what one optimizer step adds to a process that holds the model: its largest resident memory during the step
 (VmHWM, reset before it) less its resident memory before it, so activations, gradients, the optimizer's state and
 buffers of messages all count. Each mesh has fresh processes. Linux only.
-*levers*: two data ranks with one setting changed after another, in turns, in fresh processes: seconds of a step, what
-steps add to a process at their peak (as in *memory*), and the share of a step in which a rank exchanges gradients or
-waits for the other one. So that this can be told apart, gradients are exchanged after the backward pass
-(`sharding: none`).
 *speed*: contenders take turns, so that noise falls on all alike; a ratio compares the samples a second of one turn, and
 the median of the ratios counts. accelerate's loop is that of diffusers' scripts, with latents and captions encoded
 before.
@@ -54,6 +50,7 @@ CURVES: dict[str, dict[str, Any]] = {
 MEMORY: dict[str, dict[str, Any]] = {
     "1 rank": {},
     "1 rank, gradient_checkpointing": {"gradient_checkpointing": True},
+    "1 rank, mixed_precision: bf16": {"mixed_precision": "bf16"},
     "ulysses=2": {"parallel": {"ulysses": 2}},
     "ulysses=2, gradient_checkpointing": {"parallel": {"ulysses": 2}, "gradient_checkpointing": True},
 }
@@ -63,21 +60,15 @@ SPEED: dict[str, dict[str, Any] | None] = {
     "data=2": {"parallel": {"data": 2}},
     "data=2, ddp": {"parallel": {"data": 2}, "sharding": "ddp"},
     "data=2, none": {"parallel": {"data": 2}, "sharding": "none"},
+    "data=2, forwards of 1": {"parallel": {"data": 2}, "train_batch_size": 1},
+    "data=2, mixed_precision: bf16": {"parallel": {"data": 2}, "mixed_precision": "bf16"},
+    "data=2, gradient_checkpointing": {"parallel": {"data": 2}, "gradient_checkpointing": True},
     "ulysses=2": {"parallel": {"ulysses": 2}},
     ACCELERATE: None,
 }
-# Each is the first with one setting changed.
-LEVERS: dict[str, dict[str, Any]] = {
-    "accumulation 1": {},
-    "accumulation 2": {"global_batch_size": 4},
-    "accumulation 4": {"global_batch_size": 8},
-    "accumulation 8": {"global_batch_size": 16},
-    "mixed_precision: bf16": {"mixed_precision": "bf16"},
-    "gradient_checkpointing": {"gradient_checkpointing": True},
-}
 MICRO, PER_STEP = 4, 8  # samples of a forward, and of a step over all ranks
 # The autoencoder's latents have a quarter of the pixels along a side, and every latent is a token.
-SIDES = {"curves": 64, "memory": 256, "speed": 128, "levers": 128}
+SIDES = {"curves": 64, "memory": 256, "speed": 128}
 
 
 def ranks_of(settings: dict[str, Any] | None) -> int:
@@ -127,17 +118,19 @@ def run_of(part: str, model: str, work: Path, settings: dict[str, Any], **more: 
 
 
 @contextmanager
-def trainer_of(given: dict[str, Any]) -> Iterator[Any]:
-    """A trainer of the run."""
+def trainer_of(given: Any) -> Iterator[Any]:
+    """A trainer of a run: of its configuration, or of settings without groups."""
     from diffusers import DiffusionPipeline
 
     from ditmesh.generate.model_info import find_model
     from ditmesh.train.config import TrainConfig, grouped
+    from ditmesh.train.reinforce.trainer import ReinforcementTrainer
     from ditmesh.train.trainer import Trainer
 
-    config = TrainConfig.read(grouped(given))
+    config = TrainConfig.read(grouped(given) if isinstance(given, dict) else given)
     pipe = DiffusionPipeline.from_pretrained(find_model(config.pretrained_model_name_or_path).files)
-    with Trainer(config, pipe) as trainer:
+    kind = Trainer if config.reinforce is None else ReinforcementTrainer
+    with kind(config, pipe) as trainer:
         yield trainer
 
 
@@ -148,20 +141,16 @@ def losses(given: dict[str, Any]) -> list[float]:
     return [found[step] for step in sorted(found)]
 
 
-def memory_before(trainer: Any) -> int:
-    """Bytes of this process when all samples are encoded; its peak begins anew."""
-    trainer.data.encoded.fill_cache(trainer.mesh)
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
-
-
 def memory_of_a_step(given: dict[str, Any]) -> int:
-    """Bytes that one optimizer step adds to this process at its peak."""
+    """Bytes that one optimizer step adds to this process at its peak, when all samples are encoded."""
     found: list[int] = []
     with trainer_of(given) as trainer:
-        before = memory_before(trainer)
+        trainer.data.encoded.fill_cache(trainer.mesh)
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        # The peak begins anew.
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
         # It is called after the step, before anything is saved.
         trainer.run(report=lambda _: found.append(resident("VmHWM") - before))
     return found[0]
@@ -175,36 +164,12 @@ def resident(line: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {line}")
 
 
-def lever(given: dict[str, Any]) -> tuple[float, int, float]:
-    """Seconds of a step, bytes that steps add to this process, and the share of exchanging; without the first step."""
-    ends: list[float] = []
-    waited: list[float] = []
-    peak: list[int] = []
-    with trainer_of(given) as trainer:
-        reduce = trainer.parallel.sync.reduce
-
-        def timed(shares: Any) -> None:
-            began = time.perf_counter()
-            reduce(shares)
-            waited.append(time.perf_counter() - began)
-
-        def ended(_: Any) -> None:
-            ends.append(time.perf_counter())
-            peak.append(resident("VmHWM") - before)
-
-        trainer.parallel.sync.reduce = timed
-        before = memory_before(trainer)
-        trainer.run(report=ended)
-    whole = ends[-1] - ends[0]
-    return whole / (len(ends) - 1), peak[-1], sum(waited[1:]) / whole
-
-
-def rate(given: dict[str, Any]) -> float:
+def rate(given: Any) -> float:
     """Samples a second of a run, its first step left out."""
     ends: list[float] = []
     with trainer_of(given) as trainer:
         trainer.run(report=lambda _: ends.append(time.perf_counter()))
-    return PER_STEP * (len(ends) - 1) / (ends[-1] - ends[0])
+    return trainer.config.batch * (len(ends) - 1) / (ends[-1] - ends[0])
 
 
 def rate_of_accelerate(given: dict[str, Any]) -> float:
@@ -317,80 +282,48 @@ def memory(options: argparse.Namespace, work: Path, console: Console) -> dict[st
 
 def speed(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
     """Samples a second of `SPEED`, in turns."""
+    model = str(larger_model(work / "model"))
+    more = {"train_batch_size": MICRO, "global_batch_size": PER_STEP, "max_train_steps": 1 + (options.steps or 5)}
+    title = f"emoji-sd3's make-up, 1,024 image tokens, steps of {PER_STEP} samples, one thread a rank"
+
+    def run(settings: dict[str, Any] | None) -> dict[str, Any]:
+        return run_of("speed", model, work, {**more, **(settings or {})})
+
+    return in_turns(SPEED, run, options.repeats, title, console)
+
+
+def in_turns(
+    lines: dict[str, dict[str, Any] | None],
+    run: Callable[[dict[str, Any] | None], Any],
+    repeats: int,
+    title: str,
+    console: Console,
+) -> dict[str, Any]:
+    """Samples a second of contenders that take turns; ratios are those of one turn."""
     from ditmesh.launch import RankPool
 
-    model = str(larger_model(work / "model"))
-    found: dict[str, list[float]] = {name: [] for name in SPEED}
+    found: dict[str, list[float]] = {name: [] for name in lines}
     pools = {ranks: RankPool(ranks, threads=1) for ranks in (1, 2)}
-    steps = {"train_batch_size": MICRO, "max_train_steps": 1 + (options.steps or 5)}
-    for _ in range(options.repeats):
-        for name, settings in SPEED.items():
-            more = steps if settings is None else {**steps, "global_batch_size": PER_STEP}
-            given = run_of("speed", model, work, settings or {}, **more)
+    for _ in range(repeats):
+        for name, settings in lines.items():
             measured: Callable[..., float] = rate_of_accelerate if settings is None else rate
-            found[name].append(min(pools[ranks_of(settings)].run(measured, given)))
+            found[name].append(min(pools[ranks_of(settings)].run(measured, run(settings))))
     for pool in pools.values():
         pool.close()
-    alone, theirs = found["1 rank"], found[ACCELERATE]
-    table = Table(title=f"emoji-sd3's make-up, 1,024 image tokens, steps of {PER_STEP} samples, one thread a rank")
-    for column in ("", "samples/s, median", "of 1 rank, median", "min", "max", "of accelerate, median"):
+    first, *_, last = found
+    table = Table(title=title)
+    for column in ("", "samples/s, median", f"of {first}, median", "min", "max", f"of {last}, median"):
         table.add_column(column, justify="right" if column else "left")
     for name, values in found.items():
-        r = [value / one for value, one in zip(values, alone, strict=True)]
-        against = statistics.median(value / one for value, one in zip(values, theirs, strict=True))
+        r = [value / one for value, one in zip(values, found[first], strict=True)]
+        against = statistics.median(value / one for value, one in zip(values, found[last], strict=True))
         row = f"{statistics.median(values):.2f}", f"{statistics.median(r):.2f}x", f"{min(r):.2f}", f"{max(r):.2f}"
         table.add_row(name, *row, f"{against:.2f}x")
     console.print(table)
     return {"samples a second": found}
 
 
-def levers(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
-    """Seconds, memory and waiting of `LEVERS`, in turns."""
-    from ditmesh.launch import RankPool
-
-    model = str(larger_model(work / "model"))
-    found: dict[str, list[list[tuple[float, int, float]]]] = {name: [] for name in LEVERS}
-    for _ in range(options.repeats):
-        for name, settings in LEVERS.items():
-            more = {"train_batch_size": 1, "max_train_steps": 1 + (options.steps or 5), "sharding": "none"}
-            given = run_of("levers", model, work, {"parallel": {"data": 2}, **settings}, **more)
-            with RankPool(2, threads=1) as pool:
-                found[name].append(pool.run(lever, given))
-    first = next(iter(LEVERS))
-    table = Table(title="two data ranks, 1,024 image tokens, one sample a forward, one thread a rank, AdamW")
-    for column in ("", "samples a step", "s a step", "s a sample", "of the first", "MiB a rank adds", "exchanging"):
-        table.add_column(column, justify="right" if column else "left")
-    result: dict[str, Any] = {}
-    for name, turns in found.items():
-        samples = LEVERS[name].get("global_batch_size", 2)
-        seconds = [max(one[0] for one in ranks) for ranks in turns]
-        # Of one turn each, so that noise falls on both alike.
-        base = [max(one[0] for one in ranks) for ranks in found[first]]
-        ratio = statistics.median(a / samples / (b / 2) for a, b in zip(seconds, base, strict=True))
-        size = max(one[1] for ranks in turns for one in ranks)
-        share = statistics.median(statistics.mean(one[2] for one in ranks) for ranks in turns)
-        step = statistics.median(seconds)
-        row = (
-            f"{samples}",
-            f"{step:.2f}",
-            f"{step / samples:.3f}",
-            f"{ratio:.2f}x",
-            f"{size / 2**20:.0f}",
-            f"{share:.0%}",
-        )
-        table.add_row(name, *row)
-        result[name] = {
-            "samples a step": samples,
-            "seconds a step": seconds,
-            "seconds a sample, of the first": ratio,
-            "bytes": size,
-            "share of exchanging": share,
-        }
-    console.print(table)
-    return result
-
-
-PARTS = {"curves": curves, "memory": memory, "speed": speed, "levers": levers}
+PARTS = {"curves": curves, "memory": memory, "speed": speed}
 
 
 def main() -> None:

@@ -136,7 +136,7 @@ class ParallelConfig(BaseModel):
         Degree,
         Setting(
             "Share the branches of classifier-free guidance over this many ranks.",
-            untrained="training has no branches of guidance to share; use data for the samples of a step",
+            untrained="a step has samples for all ranks, and data shares them without exchanging results; use data",
             option=True,
         ),
     ] = 1

@@ -57,6 +57,11 @@ def check_training(figures: dict[str, Any]) -> None:
     assert all(rates[0] > 0 for rates in figures["speed"]["samples a second"].values())
 
 
+def check_reinforcement(figures: dict[str, Any]) -> None:
+    assert figures["bits"]["data=2, ulysses=2"] == figures["bits"]["data=2"] == figures["bits"]["1 rank"]
+    assert all(rates[0] > 0 for rates in figures["speed"]["samples a second"].values())
+
+
 def check_faults(figures: dict[str, Any]) -> None:
     assert [row["fault"] for row in figures["faults"]] == ["kill-rank", "kill-http", "stop-rank", "full-disk"]
     assert (figures["accepted"], figures["lost"], figures["wrong"], figures["bad"]) == (40, [], 0, [])
@@ -85,6 +90,7 @@ RUNS: dict[str, tuple[list[str], Callable[[Any], None]]] = {
     "exact": (["--repeats", "2", "--runs", "1", "--only", "ring=2", "--against", SOURCE], check_taking_turns),
     "overhead": (["--repeats", "1", "--runs", "1", "--only", "1 rank", "ulysses=2"], check_overhead),
     "training": (["--steps", "2", "--repeats", "1"], check_training),
+    "reinforcement": (["bits", "speed", "--steps", "1", "--repeats", "1"], check_reinforcement),
     "serving_faults": (["--requests", "40", "--clients", "8", "--distinct", "5", "--steps", "4"], check_faults),
     "serving_load": (
         ["--requests", "12", "--clients", "4", "--distinct", "3", "--pairs", "2", "--steps", "4"],

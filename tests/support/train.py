@@ -98,17 +98,21 @@ def loaded(name: Any) -> Any:
     return pipe
 
 
+def trainer_of(given: Mapping[str, Any], kind: Any = Trainer, timeout: float = 100.0, **more: Any) -> Any:
+    """The trainer of a run."""
+    config = configured(given)
+    return kind(config, loaded(config.pretrained_model_name_or_path), timeout=timeout, **more)
+
+
 def losses_of(given: dict[str, Any], until: int | None = None) -> dict[int, float]:
     """Losses of a run, by step."""
-    config = configured(given)
-    with Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=100.0) as trainer:
+    with trainer_of(given) as trainer:
         return trainer.run(until=until).losses
 
 
 def weights_after(given: dict[str, Any]) -> tuple[list[str], str]:
     """Losses of every step, in hexadecimal, and the digest of the weights after a run; ``until``: a step to stop at."""
-    config = configured({name: value for name, value in given.items() if name != "until"})
-    with Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=100.0) as trainer:
+    with trainer_of({name: value for name, value in given.items() if name != "until"}) as trainer:
         outcome = trainer.run(until=given.get("until"))
         return [loss.hex() for loss in outcome.losses.values()], trainer.state.weights_digest()
 

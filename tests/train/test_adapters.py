@@ -22,11 +22,10 @@ from ditmesh.train.config import LoraConfig
 from ditmesh.train.logs import read_log
 from ditmesh.train.model.adapters import TRAINED, add_adapters, save_adapters, targets_of
 from ditmesh.train.run import train
-from ditmesh.train.trainer import Trainer
 from support.exam import EXAMS, Exam
 from support.lora_files import FAMILIES, Written, merged_error, pipeline
 from support.sample import sampled
-from support.train import configured, folder_of, loaded, losses_of, save_pipeline, settings
+from support.train import configured, folder_of, loaded, losses_of, save_pipeline, settings, trainer_of
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
 # Scales are powers of two, which are in the saved weights without rounding.
@@ -157,12 +156,10 @@ def run_of(root: Path, out: Path, name: str = "flux", **more: Any) -> dict[str, 
 
 def trained_and_saved(given: dict[str, Any]) -> tuple[Any, Path]:
     """The pipeline after a run, in memory, and what was saved of it."""
-    config = configured(given)
-    pipe = loaded(config.pretrained_model_name_or_path)
-    with Trainer(config, pipe) as trainer:
+    with trainer_of(given) as trainer:
         trainer.run()
-        weights = trainer.state.weights()
-    return pipe, export(pipe, weights, config, type(pipe.transformer), 2)
+        weights, pipe = trainer.state.weights(), trainer.pipe
+    return pipe, export(pipe, weights, trainer.config, type(pipe.transformer), 2)
 
 
 def drawn(pipe: Any) -> Tensor:

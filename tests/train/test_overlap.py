@@ -12,8 +12,7 @@ import ditmesh
 from ditmesh.comm.mesh import Mesh
 from ditmesh.train.gradients.overlap import Overlapped
 from ditmesh.train.gradients.sync import GradientSync, TensorSlicesOf
-from ditmesh.train.trainer import Trainer
-from support.train import configured, folder_of, loaded, save_pipeline, settings
+from support.train import folder_of, save_pipeline, settings, trainer_of
 
 
 class Branches(nn.Module):
@@ -90,8 +89,7 @@ def test_a_weight_without_a_gradient_in_a_later_step_ends_the_run(ranks, last):
 
 def losses_of(given: dict[str, Any]) -> tuple[dict[int, float], bool]:
     """Losses of a run, and whether torch averages gradients during the backward pass."""
-    config = configured(given)
-    with Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=200.0) as trainer:
+    with trainer_of(given) as trainer:
         return trainer.run().losses, isinstance(trainer.parallel.sync.transformer, Overlapped)
 
 

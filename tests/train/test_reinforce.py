@@ -12,18 +12,19 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ditmesh
-from ditmesh.config import ParallelConfig
+from ditmesh.train.data.order import DrawnSample, MicroBatch
 from ditmesh.train.logs import read_log
-from ditmesh.train.reinforce.rollouts import seed_of
+from ditmesh.train.reinforce.rollouts import Rollouts, seed_of
 from ditmesh.train.reinforce.steps import NormalStep, sampler_for, stochastic_steps
-from ditmesh.train.reinforce.trainer import ReinforcementTrainer
+from ditmesh.train.reinforce.trainer import ReinforcementTrainer, has_settled
 from ditmesh.train.run import train
 from support import reinforce
 from support.reinforce import given, trained
-from support.train import configured, loaded
+from support.train import configured, loaded, trainer_of
 
 DIFFERENCE = "log_probability_difference"
 
@@ -146,10 +147,9 @@ def test_losses_and_weights_are_those_of_plain_torch(tmp_path):
     """Two groups, three updates by one rollout, in which some samples are clipped."""
     settings = {"epochs": 3, "clip_range": 5e-4, "kl_weight": 0.5}
     run = given(tmp_path, max_train_steps=1, optimizer="SGD", learning_rate=1.0, reinforce=settings)
-    config, rows = configured(run), []
-    pipe = loaded("emoji-flux")
+    pipe, rows = loaded("emoji-flux"), []
     scheduler, held = pipe.scheduler, {**vars(pipe.scheduler)}
-    with ReinforcementTrainer(config, pipe, timeout=100.0) as trainer:
+    with ReinforcementTrainer(configured(run), pipe, timeout=100.0) as trainer:
         # Noise in place of the zeros that adapters begin with.
         for parameter in trainer.update.parameters:
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
@@ -169,36 +169,56 @@ def test_losses_and_weights_are_those_of_plain_torch(tmp_path):
     assert vars(scheduler) == held
 
 
-# Ways to share out a run, with the embedded model.
-FLUX = {"pretrained_model_name_or_path": "emoji-flux"}
-WAYS = [
-    ({"parallel": {"data": 2}, "train_batch_size": 3}, FLUX),
-    *(
-        pytest.param(way, model, marks=pytest.mark.matrix)
-        for model in (FLUX, {"pretrained_model_name_or_path": "emoji-sd3"})
-        for way in ({"parallel": {"ulysses": 2}}, {"parallel": {"ring": 3}}, {"parallel": {"data": 2, "ulysses": 2}})
-    ),
-]
+# Ways to share out a run in reproducible mode, by the embedded model.
+GRID = [*({axis: size} for size in (2, 3, 4) for axis in ("data", "ulysses", "ring")), {"data": 2, "ulysses": 2}]
+GRIDS = [pytest.param(name, GRID, marks=pytest.mark.matrix) for name in ("emoji-flux", "emoji-sd3")]
 
 
-@pytest.mark.parametrize(("way", "model"), WAYS)
-def test_ranks_and_batches_learn_the_same_bits(ranks, tmp_path, way, model):
+@pytest.mark.parametrize(("model", "ways"), [("emoji-flux", [{"data": 2}]), *GRIDS])
+def test_ranks_and_batches_learn_the_same_bits(ranks, tmp_path, model, ways):
     """Reproducible: numbers and weights; a group whose reward fails is left out on all ranks."""
     settings = {"rewards": [{"function": "support.reinforce:picky"}], "on_reward_failure": "skip", "group_size": 2}
     settings |= {"epochs": 2, "trained_steps": 1, "kl_weight": 0.1, "guidance": 2.0}
-    run = {**model, "max_train_steps": 1, "reinforce": settings}
+    run = {"pretrained_model_name_or_path": model, "max_train_steps": 1, "reinforce": settings}
     alone = trained(given(tmp_path / "a", **run, parallel={"reproducible": True}, train_batch_size=1))
-    run |= way | {"parallel": {**way["parallel"], "reproducible": True}}
-    size = ParallelConfig.read(way["parallel"]).world_size
-    assert all(result == alone for result in ranks(size).run(trained, given(tmp_path / "b", **run)))
+    for number, way in enumerate(ways):
+        more = {"parallel": {**way, "reproducible": True}, "train_batch_size": 3}
+        results = ranks(math.prod(way.values())).run(trained, given(tmp_path / str(number), **run, **more))
+        assert all(result == alone for result in results), way
     assert [row[DIFFERENCE] for row in alone[0]] == [0]
     assert [row["skipped_groups"] for row in alone[0]] == [1]
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("model", ["emoji-flux", "emoji-sd3"])
+def test_any_batch_in_any_order_has_the_probabilities_of_its_rollout(tmp_path, model):
+    """Without reproducible; and a sample is nearly the one that is drawn alone."""
+    config, pipe = configured(given(tmp_path, pretrained_model_name_or_path=model)), loaded(model)
+    rollouts, model, order = Rollouts(pipe, config, torch.device("cpu")), pipe.transformer, np.random.default_rng(0)
+    images, differences = dict[int, np.ndarray](), list[float]()
+    for size in range(1, 9):
+        numbers = [int(number) for number in order.permutation(8)[:size]]
+        micro = MicroBatch(tuple(DrawnSample(0, number) for number in numbers), (1, 1))
+        rollout = rollouts.draw(micro, "a red fox", [0, 1])
+
+        def visit(step: NormalStep, rollout: Any = rollout) -> None:
+            now = step.log_probability(rollout.after[step.number])
+            assert now.requires_grad
+            differences.append((now - rollout.log_probabilities[step.number]).abs().max().item())
+
+        rollouts.repeat(rollout, [0, 1], visit, lambda _: model)
+        for number, image in zip(numbers, rollout.images.astype(int), strict=True):
+            assert abs(image - images.setdefault(number, image)).max() <= 1
+    assert differences == [0] * 16
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("way", "most"),
-    [({"ulysses": 2}, 0), ({"data": 2}, 0), ({"data": 2, "sharding": "fsdp"}, 0), ({"tensor": 2}, 1e-6)],
+    [
+        *(({axis: size}, 0) for size in (2, 3) for axis in ("ulysses", "data")),
+        *(({"data": 2, "ulysses": 2}, 0), ({"data": 2, "sharding": "fsdp"}, 0), ({"tensor": 2}, 1e-6)),
+    ],
     ids=str,
 )
 def test_without_reproducible_curves_are_close(ranks, tmp_path, way, most):
@@ -206,7 +226,7 @@ def test_without_reproducible_curves_are_close(ranks, tmp_path, way, most):
     more = {"reinforce": {"kl_weight": 0.1}, **{k: v for k, v in way.items() if k == "sharding"}}
     alone, _ = trained(given(tmp_path / "a", **more))
     parallel = {k: v for k, v in way.items() if k != "sharding"}
-    for rows, _ in ranks(2).run(trained, given(tmp_path / "b", **more, parallel=parallel)):
+    for rows, _ in ranks(math.prod(parallel.values())).run(trained, given(tmp_path / "b", **more, parallel=parallel)):
         for row, own in zip(rows, alone, strict=True):
             assert row == pytest.approx(own, rel=1e-3, abs=1e-4)
             assert row[DIFFERENCE] <= most
@@ -222,8 +242,8 @@ def test_ddpo_of_labels(tmp_path):
 
 def test_a_planted_difference_is_seen(tmp_path):
     """Another attention kernel in the update."""
-    config, rows = configured(given(tmp_path, max_train_steps=1)), []
-    with ReinforcementTrainer(config, loaded("emoji-flux"), timeout=100.0) as trainer:
+    rows = list[Any]()
+    with trainer_of(given(tmp_path, max_train_steps=1), ReinforcementTrainer) as trainer:
         repeat = trainer.rollouts.repeat
 
         def other(*args: Any) -> None:
@@ -251,12 +271,44 @@ def test_a_run_that_a_reward_has_stopped_goes_on_to_the_same_bits(tmp_path, monk
         train(configured(run))
     result = train(configured({**run, "resume_from_checkpoint": "latest"}))
     assert result["resumed"] == 1
+    whole, resumed = (load_file(*(tmp_path / name / "checkpoint-3").glob("*.safetensors")) for name in "ab")
+    assert [name for name in whole.keys() | resumed.keys() if not torch.equal(whole[name], resumed[name])] == []
     rows = read_log(tmp_path / "b" / "loss.csv")
     for row, own in zip(rows, alone[0], strict=True):
         assert {name: row[name] for name in own if name in row} == {k: v for k, v in own.items() if k != "norm"}
     assert [row["step"] for row in read_log(tmp_path / "b" / "validation.csv")] == [0, 2]
     assert {file.name for file in (tmp_path / "b" / "validation").iterdir()} == {"step-0-0.png", "step-2-0.png"}
     assert (Path(result["pipeline"]) / "pytorch_lora_weights.safetensors").exists()
+
+
+@pytest.mark.matrix
+def test_a_step_in_which_a_rank_was_killed_is_done_again_to_the_bit(ranks, tmp_path):
+    """While its group is rewarded, in the second step; in the other folder nobody is killed."""
+    killed, whole = (given(tmp_path / name, parallel={"data": 2}, max_train_steps=3) for name in "ab")
+    for run in (killed, whole):
+        run["checkpointing_steps"], arguments = 1, {"folder": run["output_dir"]}
+        run["reinforce"]["rewards"] = [{"function": "support.reinforce:deadly", "arguments": arguments}]
+    with pytest.raises(ditmesh.RankFailed, match="rank 1 of 2 was killed by SIGKILL"):
+        ranks(2).run(trained, killed)
+    resumed = ranks(2).run(trained, {**killed, "resume_from_checkpoint": "latest"})
+    assert resumed == [(rows[1:], weights) for rows, weights in ranks(2).run(trained, whole)]
+
+
+def test_a_run_ends_where_held_out_rewards_do_not_rise(tmp_path):
+    """With weights that nearly stay."""
+    settings = {"validation_prompts": ["a heart"], "validation_inference_steps": 1, "validation_steps": 1}
+    run = given(tmp_path, **settings, max_train_steps=3, learning_rate=1e-30)
+    run["reinforce"] |= {"groups": 1, "group_size": 2, "early_stopping_patience": 1}
+    result = train(configured(run))
+    assert result["step"] == 1
+    assert result["notes"] == ["step 1: early stop, as validation_reward does not rise"]
+    assert (tmp_path / "checkpoint-1").exists()
+
+
+def test_patience_is_of_all_validations_since_the_best(tmp_path):
+    for rewards, patience, settled in (([2, 3, 1], 2, False), ([3, 1, 3], 2, True), ([3, 2], 2, False)):
+        (tmp_path / "log.csv").write_text("\n".join(["validation_reward", *map(str, rewards)]))
+        assert has_settled(tmp_path / "log.csv", patience) is settled
 
 
 @pytest.mark.parametrize(
@@ -268,6 +320,7 @@ def test_a_run_that_a_reward_has_stopped_goes_on_to_the_same_bits(tmp_path, monk
         ({"max_train_steps": None}, "give optimizer.max_train_steps"),
         ({"train_modules": ["transformer", "text_encoder"]}, "transformer alone"),
         ({"lora": None, "reinforce": {"kl_weight": 0.1}}, "add lora"),
+        ({"reinforce": {"early_stopping_patience": 1}}, "give output.validation_prompts"),
         ({"lora": {"dropout": 0.1}}, "lora.dropout"),
         ({"reinforce": {"trained_steps": [0, 2]}}, "0 to 1 draw noise"),
         ({"parallel": {"data": 8}}, "4 calls.*multiple of 8"),

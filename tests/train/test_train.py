@@ -16,9 +16,8 @@ from ditmesh.cli.main import main
 from ditmesh.train.checkpoints.checkpoint import broken
 from ditmesh.train.logs import read_log
 from ditmesh.train.run import train
-from ditmesh.train.trainer import Trainer
 from ditmesh.zoo import path as find
-from support.train import configured, data_and_model, emoji, grouped, loaded, losses_of, settings, tiny_settings
+from support.train import configured, data_and_model, emoji, grouped, losses_of, settings, tiny_settings, trainer_of
 
 SD3, DIT = "emoji-sd3", "emoji-dit-s"
 
@@ -56,19 +55,11 @@ def test_ranks_learn_as_one_device(ranks, data, alone, tmp_path, more):
     assert broken(tmp_path / "checkpoint-4") is None
 
 
-def test_a_run_that_stopped_goes_on_to_the_bit(data, tmp_path):
-    given = tiny_settings(data, tmp_path / "a", ema_decay=0.9999, random_flip=True, proportion_empty_prompts=0.3)
-    given |= {"lr_scheduler": "cosine", "lr_warmup_steps": 2, "max_train_steps": 3}
-    whole = losses_of(given)
-    parted = {**given, "output_dir": str(tmp_path / "b")}
-    first = losses_of(parted, 2)
-    second = losses_of({**parted, "resume_from_checkpoint": "latest"})
-    assert first | second == whole
-
-
 def test_the_rate_rises_stays_and_falls_in_a_line(data, tmp_path):
+    """Also in a run that stopped, which goes on to the bit."""
     given = settings(data, tmp_path / "a", pretrained_model_name_or_path=DIT, learning_rate=1e-3, max_train_steps=6)
     given |= {"lr_scheduler": "warmup_stable_decay", "lr_warmup_steps": 2, "lr_decay_steps": 2}
+    given |= {"ema_decay": 0.9999, "random_flip": True, "proportion_empty_prompts": 0.3}
     whole = losses_of(given)
     rates = [row["lr"] for row in read_log(tmp_path / "a" / "loss.csv")]
     assert rates == pytest.approx([0, 5e-4, 1e-3, 1e-3, 1e-3, 5e-4])
@@ -110,9 +101,8 @@ def test_the_cache_has_latents_only_where_text_encoders_are_trained(data, tmp_pa
 
 def lengths_of(given, steps=None):
     """Tokens of the prompts of every micro-batch of this rank."""
-    config, found = configured(given), []
-    pipe = loaded(config.pretrained_model_name_or_path)
-    with Trainer(config, pipe, timeout=100.0) as trainer:
+    found = []
+    with trainer_of(given) as trainer:
         encode = trainer.family.encode
 
         def recorded(pipe, said, length, references):

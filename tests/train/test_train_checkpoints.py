@@ -10,8 +10,7 @@ import torch
 import ditmesh
 from ditmesh.comm.mesh import Mesh
 from ditmesh.train.checkpoints.checkpoint import Checkpoints, broken
-from ditmesh.train.trainer import Trainer
-from support.train import configured, data_and_model, loaded, tiny_settings
+from support.train import data_and_model, tiny_settings, trainer_of
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +59,7 @@ SETTINGS = {"ema_decay": 0.9, "lr_scheduler": "cosine", "lr_warmup_steps": 3, "m
 
 def state_of(given, steps=None):
     """Losses of a run, and what would be saved at its end, whole."""
-    config = configured(given)
-    with Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=100.0) as trainer:
+    with trainer_of(given) as trainer:
         losses = trainer.run(until=steps).losses
         state = trainer.state.tensors()
         rate = trainer.update.optimizer.param_groups[0]["lr"]

@@ -9,7 +9,7 @@ import pytest
 import ditmesh
 from ditmesh.train.preflight import check_settings
 from ditmesh.train.trainer import Trainer
-from support.train import configured, folder_of, loaded, save_pipeline, settings
+from support.train import configured, folder_of, loaded, save_pipeline, settings, trainer_of
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,7 @@ def given(model, data, out, **more):
 
 def trained(given):
     """Losses and trained weights."""
-    config = configured(given)
-    with Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=60.0) as trainer:
+    with trainer_of(given) as trainer:
         return list(trainer.run().losses.values()), trainer.state.weights()
 
 

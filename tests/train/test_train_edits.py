@@ -17,7 +17,7 @@ from ditmesh.train.observed.family import ObservedFamily
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.observed import EXAMS
-from support.train import configured, emoji
+from support.train import configured, emoji, settings
 
 KINDS = {"FluxKontextPipeline": "reference", "FluxFillPipeline": "hole"}
 
@@ -47,19 +47,9 @@ def models(tmp_path_factory) -> dict[str, str]:
 
 
 def run_of(model: str, pairs: Path, out: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "pretrained_model_name_or_path": model,
-        "train_data_dir": str(pairs / "after"),
-        "output_dir": str(out),
-        "resolution": 32,
-        "max_sequence_length": 12,
-        "train_batch_size": 1,
-        "global_batch_size": 2,
-        "max_train_steps": 2,
-        "learning_rate": 1e-2,
-        "lora": {"rank": 4},
-        **more,
-    }
+    given = {"pretrained_model_name_or_path": model, "resolution": 32, "max_sequence_length": 12, "lora": {"rank": 4}}
+    given |= {"train_batch_size": 1, "global_batch_size": 2, "max_train_steps": 2, "learning_rate": 1e-2}
+    return settings(pairs / "after", out, **{**given, **more})
 
 
 def test_a_pair_is_what_the_pipeline_is_given(models, pairs, tmp_path):

@@ -22,7 +22,7 @@ from ditmesh.train.model.frozen import FrozenLinear
 from ditmesh.train.observed.check import checked_recipe
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
-from support.train import configured, emoji, loaded, losses_of
+from support.train import configured, emoji, loaded, losses_of, settings
 
 # The first timestep of DDPM's thousand that is the first transformer's.
 BOUNDARY = 875
@@ -53,20 +53,9 @@ def films(tmp_path_factory) -> Path:
 
 
 def run_of(model: Path, films: Path, out: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "pretrained_model_name_or_path": str(model),
-        "train_data_dir": str(films),
-        "output_dir": str(out),
-        "resolution": 32,
-        "num_frames": 5,
-        "max_sequence_length": 8,
-        "global_batch_size": 2,
-        "train_batch_size": 1,
-        "max_train_steps": 3,
-        "learning_rate": 1e-3,
-        "train_modules": ["transformer_2"],
-        **more,
-    }
+    given = {"pretrained_model_name_or_path": str(model), "resolution": 32, "num_frames": 5, "max_sequence_length": 8}
+    given |= {"global_batch_size": 2, "train_batch_size": 1, "max_train_steps": 3, "learning_rate": 1e-3}
+    return settings(films, out, **{**given, "train_modules": ["transformer_2"], **more})
 
 
 def spelt_out(trainer: Trainer, model: Path, name: str, levels: range) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from ditmesh.train.checkpoints.checkpoint import broken
 from ditmesh.train.trainer import Trainer
 from support.faults import DEADLINE, PROMPT, held, injected, more_than
-from support.train import configured, data_and_model, loaded, losses_of, tiny_settings
+from support.train import data_and_model, losses_of, tiny_settings, trainer_of
 
 CONFIGS = {
     "ulysses": {"parallel": {"ulysses": 2}},
@@ -99,12 +99,8 @@ def drill(given, points):
     whole = losses_of({**given, "output_dir": given["output_dir"] + "/whole"})
     before, ended = held(), []
     for number, (point, rank) in enumerate(points):
-        config = configured({**given, "output_dir": f"{given['output_dir']}/{number}"})
-        steps = [time.monotonic()]
-        with (
-            ended_in(ended),
-            Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=DEADLINE) as trainer,
-        ):
+        run, steps = {**given, "output_dir": f"{given['output_dir']}/{number}"}, [time.monotonic()]
+        with ended_in(ended), trainer_of(run, timeout=DEADLINE) as trainer:
             fault = Faulty(trainer, point) if dist.get_rank() == rank else None
             try:
                 outcome = trainer.run(report=lambda _: steps.append(time.monotonic()))  # noqa: B023

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 
 import ditmesh
 from ditmesh.train.optimizer.optimizers import check_optimizer, make_optimizer
-from ditmesh.train.trainer import Trainer
 from support.sample import sampled
-from support.train import configured, folder_of, loaded, save_pipeline, settings
+from support.train import configured, folder_of, save_pipeline, settings, trainer_of
 
 # Settings of an optimizer that moves the weights of four steps visibly.
 MORE = {
@@ -44,9 +43,7 @@ def given(model, data, tmp_path):
 
 def steps(given, until=None):
     """Losses of a run, a digest of its weights, and the largest change of one in its first step."""
-    config = configured(given)
-    pipe = loaded(config.pretrained_model_name_or_path)
-    with Trainer(config, pipe, timeout=100.0) as t:
+    with trainer_of(given) as t:
         outcome = t.run(until=until)
         return outcome.losses, t.state.weights_digest(), outcome.unsaved
 
@@ -147,8 +144,6 @@ def test_a_missing_package_is_named_with_its_pip_line(tmp_path, monkeypatch):
 
 
 def test_what_is_not_finite_is_named_by_its_optimizer(given, monkeypatch):
-    config = configured(given("SGD"))
-    pipe = loaded(config.pretrained_model_name_or_path)
     step = torch.optim.SGD.step
 
     def broken(optimizer, closure=None):
@@ -157,5 +152,5 @@ def test_what_is_not_finite_is_named_by_its_optimizer(given, monkeypatch):
             state["momentum_buffer"].fill_(float("inf"))
 
     monkeypatch.setattr(torch.optim.SGD, "step", broken)
-    with Trainer(config, pipe) as trainer, pytest.raises(FloatingPointError, match="SGD's momentum_buffer of trans"):
-        trainer.run(until=1)
+    with trainer_of(given("SGD")) as it, pytest.raises(FloatingPointError, match="SGD's momentum_buffer of trans"):
+        it.run(until=1)

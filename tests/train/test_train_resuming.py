@@ -27,8 +27,7 @@ from ditmesh.train.checkpoints.folder import (
 )
 from ditmesh.train.logs import read_log
 from ditmesh.train.run import train
-from ditmesh.train.trainer import Trainer
-from support.train import configured, folder_of, loaded, save_pipeline, settings
+from support.train import configured, folder_of, save_pipeline, settings, trainer_of
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +42,7 @@ def data(tmp_path_factory) -> Path:
 
 def run(given, until=None):
     """Losses by step, and what was said to be changed."""
-    config = configured(given)
-    pipe = loaded(config.pretrained_model_name_or_path)
-    with Trainer(config, pipe, timeout=60.0) as trainer:
+    with trainer_of(given) as trainer:
         outcome = trainer.run(until=until)
     return outcome.losses, outcome.changed
 
@@ -91,9 +88,7 @@ def test_a_resumed_run_says_what_has_changed(stopped):
     reports, rates = [], []
     adam = {"weight_decay": 0.5, "betas": [0.5, 0.999], "eps": 1e-6}
     change = {"learning_rate": 1e-5, "seed": 1, "resume_allow_changed": ["seed"], "gradient_checkpointing": True}
-    config = configured({**stopped, **change, "optimizer_args": adam})
-    pipe = loaded(config.pretrained_model_name_or_path)
-    with Trainer(config, pipe, preparing=reports.append) as trainer:
+    with trainer_of({**stopped, **change, "optimizer_args": adam}, preparing=reports.append) as trainer:
         outcome = trainer.run(until=3, report=lambda now: rates.append(now.lr))
         group = trainer.update.optimizer.param_groups[0]
     first, *lines = next(one.lines for one in reports if isinstance(one, ResumeReport))
@@ -183,9 +178,7 @@ def test_a_run_goes_back_only_where_no_later_checkpoint_stays(stopped, tmp_path)
 
 def broken_at(given, step):
     """A run in which one parameter's gradient is infinite in one step; what it ended with."""
-    config = configured(given)
-    pipe = loaded(config.pretrained_model_name_or_path)
-    with pytest.MonkeyPatch.context() as patch, Trainer(config, pipe, timeout=60.0) as trainer:
+    with pytest.MonkeyPatch.context() as patch, trainer_of(given) as trainer:
         name, found = next((n, p) for n, p in trainer.trained.named_parameters() if p.requires_grad)
         reduce = trainer.parallel.sync.reduce
 
@@ -210,9 +203,7 @@ def test_a_gradient_that_is_not_finite_changes_and_saves_nothing(stopped, precis
 
 
 def test_weights_that_are_not_finite_are_not_saved(stopped):
-    config = configured(stopped)
-    pipe = loaded(config.pretrained_model_name_or_path)
-    with Trainer(config, pipe, timeout=60.0) as trainer:
+    with trainer_of(stopped) as trainer:
         trainer.update.optimizer.register_step_post_hook(
             lambda *_: trainer.update.parameters[0].data.view(-1)[0].fill_(float("nan"))
         )
@@ -222,9 +213,7 @@ def test_weights_that_are_not_finite_are_not_saved(stopped):
 
 
 def test_a_caption_that_cannot_be_encoded_is_named(stopped, tmp_path):
-    config = configured({**stopped, "output_dir": str(tmp_path / "new"), "resume_from_checkpoint": None})
-    pipe = loaded(config.pretrained_model_name_or_path)
-    with Trainer(config, pipe, timeout=60.0) as trainer:
+    with trainer_of({**stopped, "output_dir": str(tmp_path / "new"), "resume_from_checkpoint": None}) as trainer:
         encode = trainer.family.encode
         wrong = trainer.data.samples[3].words
 

@@ -148,7 +148,7 @@ def _checked(config: Path, changes: Sequence[str]) -> dict[str, Any]:
     quieten()
     chosen = TrainConfig.read(run)
     if chosen.objective != "denoising":
-        raise ConfigError(f"--check tries how a model learns from samples; objective: {chosen.objective} has none")
+        raise ConfigError(f"--check has no {chosen.objective}; try it with --set optimizer.max_train_steps=1 instead")
     if not is_run:
         return checked_recipe(chosen)
     from ..train.data.check import checked_data

@@ -433,8 +433,8 @@ class BatchRows(Strategy):
     def before_training(self, model: nn.Module, arguments: Arguments) -> None:
         if (cfg := self.context.config.cfg) > 1:
             raise ConfigError(
-                f"cfg={cfg} cannot be trained: ranks foresee branches of guidance, which training has none of; use "
-                f"data={cfg} for the rows of a batch"
+                f"cfg={cfg} cannot be trained: branches of guidance are foreseen without gradients; use data={cfg} for "
+                "the rows of a batch"
             )
 
     def notes(self) -> list[str]:

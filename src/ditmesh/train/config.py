@@ -278,6 +278,8 @@ def _problems_of_rewards(config: TrainConfig) -> Iterator[str]:
         yield f"train_modules={list(config.model.train_modules)}: {name} trains the transformer alone; leave others out"
     if isinstance(data.max_sequence_length, tuple) or ";" in (data.aspect_ratio_buckets or ""):
         yield f"{name} draws one size with one length of prompts; give one max_sequence_length and one bucket"
+    if reinforce.early_stopping_patience and not config.output.validation_prompts:
+        yield "reinforce.early_stopping_patience is about held-out prompts; give output.validation_prompts"
     if lora is None and reinforce.kl_weight is not None:
         yield f"reinforce.kl_weight={reinforce.kl_weight:g} compares with the model without its lora; add lora"
     if lora is not None and lora.dropout:

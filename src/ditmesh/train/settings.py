@@ -334,3 +334,6 @@ class ReinforceConfig(SettingsGroup):
         description="Weight of the divergence from the model without ``lora``; 0: it is logged; None: it is unknown.",
     )
     guidance: float | None = Field(default=None, description="Guidance scale of images; None: the pipeline's.")
+    early_stopping_patience: Positive | None = Field(
+        default=None, description="End the run when so many validations in a row do not raise ``validation_reward``."
+    )

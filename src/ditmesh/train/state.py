@@ -7,11 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from ..comm.mesh import Mesh
@@ -22,13 +18,7 @@ from .checkpoints.checkpoint import Checkpoints
 from .checkpoints.folder import run_settings
 from .config import TrainConfig
 from .gradients.sync import TensorSlicesOf
-from .optimizer.optimizers import (
-    facts_of_state,
-    fill_state,
-    initialise_state,
-    matching_state,
-    optimizer_tensors,
-)
+from .optimizer.optimizers import facts_of_state, fill_state, initialise_state, matching_state, optimizer_tensors
 from .optimizer.update import WeightUpdate
 
 

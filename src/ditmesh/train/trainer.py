@@ -207,11 +207,11 @@ class Trainer:
         self._begin()
         on_first(self.mesh.world, lambda: check_trackers(config))
         self.log = log = TrainingLog(config, self.step) if self.speaks else None
-        end = min(self.steps, until or self.steps)
+        self.end = min(self.steps, until or self.steps)
         try:
             if self.step == 0:
                 self._validate(validate, log)
-            while self.step < end:
+            while self.step < self.end:
                 began = time.perf_counter()
                 loss, norm, samples, others = self._take_step()
                 self.step += 1
@@ -235,7 +235,7 @@ class Trainer:
                     log.add({name: row[name] for name in COLUMNS} | others)
                 if report is not None:
                     report(now)
-                if self.step % config.output.checkpointing_steps == 0 or self.step >= end:
+                if self.step % config.output.checkpointing_steps == 0 or self.step >= self.end:
                     self._save(outcome)
                 if self.step % config.output.validation_steps == 0 or self.step == self.steps:
                     self._validate(validate, log)

@@ -23,7 +23,7 @@ NO_MATTER = {
     *("output_dir", "train_data_dir", "cache_dir", "report_to", "from_scratch", "parallel", "data_speeds", "sharding"),
     *("checkpointing_steps", "checkpoints_total_limit", "gradient_checkpointing"),
     *("resume_from_checkpoint", "resume_allow_changed", "global_batch_size", "reinforce.on_reward_failure"),
-    *("validation_prompts", "validation_steps", "validation_inference_steps"),
+    *("validation_prompts", "validation_steps", "validation_inference_steps", "reinforce.early_stopping_patience"),
 }
 # Settings with a new value from the first step on.
 AT_ONCE = {

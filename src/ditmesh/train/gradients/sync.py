@@ -50,13 +50,7 @@ class GradientSync:
         ConfigError: the sharding does not support the trained modules.
     """
 
-    def __init__(
-        self,
-        modules: nn.ModuleDict,
-        mesh: Mesh,
-        sharding: Sharding,
-        slices: TensorSlicesOf,
-    ) -> None:
+    def __init__(self, modules: nn.ModuleDict, mesh: Mesh, sharding: Sharding, slices: TensorSlicesOf) -> None:
         self._modules, self._mesh, self._slices = modules, mesh, slices
         group = mesh.gradient_group
         self.is_sum = mesh.config.reproducible

@@ -44,10 +44,7 @@ Named = Mapping[str, nn.Parameter]
 def optimizer_name(config: TrainConfig) -> str:
     """The optimizer as it is called here, whatever the case of its letters, or its path."""
     wanted = config.optimizer.name
-    return next(
-        (name for name, path in OPTIMIZERS.items() if wanted.lower() in (name.lower(), path.lower())),
-        wanted,
-    )
+    return next((name for name, path in OPTIMIZERS.items() if wanted.lower() in (name.lower(), path.lower())), wanted)
 
 
 def _class_of(config: TrainConfig) -> type[torch.optim.Optimizer]:

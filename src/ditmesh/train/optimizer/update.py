@@ -126,10 +126,7 @@ class WeightUpdate:
 def _schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, steps: int) -> LambdaLR:
     if config.lr_decay_steps is None:
         return get_scheduler(
-            config.lr_scheduler,
-            optimizer=optimizer,
-            num_warmup_steps=config.lr_warmup_steps,
-            num_training_steps=steps,
+            config.lr_scheduler, optimizer=optimizer, num_warmup_steps=config.lr_warmup_steps, num_training_steps=steps
         )
     if config.lr_warmup_steps + config.lr_decay_steps > steps:
         raise ConfigError(

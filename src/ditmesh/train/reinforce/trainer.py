@@ -24,7 +24,7 @@ from ...errors import ConfigError, InputError
 from ..data.order import DrawnSample, MicroBatch, SampleOrder, shares
 from ..data.samples import DataReport
 from ..first_rank import on_first
-from ..logs import TrainingLog
+from ..logs import TrainingLog, read_log
 from ..observed.family import check_observable
 from ..preflight import prompts_of
 from ..trainer import Outcome, Trainer
@@ -192,6 +192,11 @@ class ReinforcementTrainer(Trainer):
         # With the weights that are trained, not with their average.
         failures, self._unjudged = self._unjudged, []
         self._fail(failures)
+        patience, file = self._settings.early_stopping_patience, Path(self.config.output_dir) / "validation.csv"
+        if patience and self.step < self.end and on_first(self.mesh.world, lambda: has_settled(file, patience)):
+            self.end = self.step
+            self._notes.append(f"step {self.step}: early stop, as validation_reward does not rise")
+            self._save(Outcome())
 
     def judge(self, pictures: np.ndarray) -> None:
         scores, self._unjudged = self._rewarded([(pictures, [*self.config.output.validation_prompts])])
@@ -280,6 +285,12 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 def clipped_losses(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
     """(B,): the losses of proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347, equation 7)."""
     return -(ratio * advantage).minimum(ratio.clamp(1 - clip, 1 + clip) * advantage)
+
+
+def has_settled(file: Path, patience: int) -> bool:
+    """True if the last so many validations of a log have no higher reward than one before them."""
+    rewards = [row["validation_reward"] for row in read_log(file)]
+    return len(rewards) > patience and max(rewards[-patience:]) <= max(rewards[:-patience])
 
 
 def _means_of(scores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:

@@ -1,0 +1,132 @@
+"""Reinforcement learning: held-out rewards, the same bits on any ranks, samples a second.
+
+    python benchmarks/reinforcement.py learning bits --json benchmarks/measured/reinforcement.json
+    python benchmarks/reinforcement.py speed        # two minutes; wants a quiet machine
+
+Runs are those of examples/reinforcement.yaml; ranks have one thread each.
+
+*learning*: three seeds; rewards of held-out prompts over the updates. Runs stay in ``--out``, and what is finished
+there is not trained again. Images of the first seed, before and after, go into ``measured/reinforcement.png``.
+*bits*: 20 updates in reproducible mode, in groups of two, on 1, 2 and 4 ranks: rewards, divergences, weights' digest.
+*speed*: samples a second, of rollout, rewards and update together, on two data ranks and on one, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import yaml
+from rich.console import Console
+
+from figures import MEASURED
+from harness import write_compactly
+from machine import describe_machine
+from training import in_turns, ranks_of, trainer_of
+
+RUN = Path(__file__).resolve().parents[1] / "examples" / "reinforcement.yaml"
+SEEDS = (0, 1, 2)
+MESHES = {"1 rank": {}, "data=2": {"data": 2}, "data=2, ulysses=2": {"data": 2, "ulysses": 2}}
+
+
+def run_of(folder: Path | str, steps: int | None, reinforce: dict[str, Any] | None = None, **more: Any) -> Any:
+    """The settings of `RUN` with changes; so many updates."""
+    from ditmesh.train.config import TrainConfig
+
+    run = yaml.safe_load(RUN.read_text(encoding="utf-8")) | {"output_dir": str(folder)} | more
+    run["reinforce"] |= reinforce or {}
+    run["optimizer"] |= {"max_train_steps": steps} if steps else {}
+    return TrainConfig.read(run)
+
+
+def followed(given: Any) -> dict[str, Any]:
+    """Numbers of every step of a run, and the digest of its weights."""
+    found: dict[str, list[float]] = {"reward": [], "kl": [], "log_probability_difference": []}
+    with trainer_of(given) as trainer:
+        trainer.run(report=lambda now: [each.append(now.numbers[name]) for name, each in found.items()])
+        return {**found, "weights": trainer.state.weights_digest()}
+
+
+def learning(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
+    """Rewards by seed, of the samples of each step and of held-out prompts."""
+    import numpy as np
+    from PIL import Image
+
+    from ditmesh.launch import RankPool
+    from ditmesh.train.logs import read_log
+    from ditmesh.train.run import train
+
+    runs, found = options.out or work, {}
+    for seed in SEEDS:
+        folder = runs / f"s{seed}"
+        run = run_of(folder, options.steps, seed=seed)
+        if not (folder / "lora").exists():
+            with RankPool(1, threads=1) as pool:
+                pool.run(train, run)
+        rows, held_out = read_log(folder / "loss.csv"), read_log(folder / "validation.csv")
+        found[str(seed)] = {name: [row[name] for row in rows] for name in ("reward", "log_probability_difference")}
+        found[str(seed)]["held out"] = {int(row["step"]): row["validation_reward"] for row in held_out}
+        before, after = held_out[0]["validation_reward"], held_out[-1]["validation_reward"]
+        console.print(f"seed {seed}: held-out reward {before:.4f} before, {after:.4f} after {len(rows)} updates")
+    folder = runs / f"s{SEEDS[0]}" / "validation"
+    names = [[f"step-{row['step']:.0f}-{number}.png" for number in range(12)] for row in (held_out[0], held_out[-1])]
+    lines = [np.concatenate([np.asarray(Image.open(folder / name)) for name in line], axis=1) for line in names]
+    Image.fromarray(np.concatenate(lines)).save(MEASURED / "reinforcement.png", optimize=True)
+    return found
+
+
+def bits(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
+    """Rewards, divergences and weights by mesh."""
+    from ditmesh.launch import RankPool
+
+    found: dict[str, Any] = {}
+    changes = {"group_size": 2, "kl_weight": 0.01}
+    for name, degrees in MESHES.items():
+        parallel = {**degrees, "reproducible": True}
+        run = run_of(tempfile.mkdtemp(dir=work), options.steps or 20, changes, parallel=parallel)
+        with RankPool(ranks_of({"parallel": degrees}), threads=1) as pool:
+            found[name], *others = pool.run(followed, run)
+        assert all(other == found[name] for other in others)
+        is_same = found[name] == found["1 rank"]
+        console.print(f"{name}: weights {found[name]['weights']}, {'equal' if is_same else 'NOT EQUAL'} to 1 rank")
+    return found
+
+
+def speed(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
+    """Samples a second, in turns."""
+    title = "emoji-flux, 16 samples in a step, of which one of four denoising steps is trained; one thread a rank"
+    lines: dict[str, dict[str, Any] | None] = {"1 rank": {}, "data=2": {"parallel": {"data": 2}}}
+
+    def run(settings: dict[str, Any] | None) -> Any:
+        return run_of(tempfile.mkdtemp(dir=work), 1 + (options.steps or 5), **(settings or {}))
+
+    return in_turns(lines, run, options.repeats, title, console)
+
+
+PARTS = {"learning": learning, "bits": bits, "speed": speed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="what to measure; all of it by default")
+    parser.add_argument("--steps", type=int, help="updates: of learning (40), of bits (20), of a turn of speed (5)")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of speed")
+    parser.add_argument("--out", type=Path, help="keep the runs of learning in this folder")
+    parser.add_argument("--json", type=Path, help="write every figure here")
+    options = parser.parse_args()
+    console = Console(width=120)
+    result: dict[str, Any] = {"machine": describe_machine()}
+    for name in options.parts or PARTS:
+        with tempfile.TemporaryDirectory(prefix="ditmesh-bench-") as work:
+            result[name] = PARTS[name](options, Path(work), console)
+    console.print(result["machine"]["text"])
+    write_compactly(result, options.json)
+
+
+if __name__ == "__main__":
+    main()
