@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (the card's tables have long rows)
-"""The card of ``emoji-wan``: every figure in it is read from the record of the run that made it."""
+"""The cards of models of videos: every figure in them is read from the record of the run that made it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ license: mit
 ---
 # {name}
 
-A small model of videos in the form of an ordinary `WanPipeline`: {size}x{size} pixels, {frames} frames, {subjects} emoji in {motions}
+A small model of videos in the form of an ordinary `{pipeline}`: {size}x{size} pixels, {frames} frames, {subjects} emoji in {motions}
 motions. It exists so that tools for Diffusion Transformers can be tried, tested and measured on videos without a network.
 
 ![Some frames of every caption, a row each](samples.png)
@@ -51,10 +51,10 @@ Videos are compared by the mean squared error of all pixels, with all {reference
 
 ## Make-up
 
-* transformer: `WanTransformer3DModel`, one token a latent pixel, {tokens} tokens.
+* transformer: `{transformer}`, one token a latent pixel, {tokens} tokens{chunks}.
 * autoencoder: `AutoencoderKLWan`, {latent_channels} latent channels, an eighth of the pixels along each side, a quarter of the frames.
 * text: a `UMT5EncoderModel` of one layer with random weights, which tells words apart; the transformer learned what they mean.
-* sampler: `FlowMatchEulerDiscreteScheduler`, as its configuration says.
+* sampler: `{scheduler}`, as its configuration says.
 
 ## Data
 
@@ -63,7 +63,7 @@ white, more for the autoencoder only. See `LICENSE-DATA`.
 
 ## Training
 
-`python -m training.zoo {name} --out DIR --data DIR`, which runs `ditmesh train`: rectified flow (Liu et al. 2022, arXiv:2209.03003)
+`python -m training.{command} --out DIR --data DIR`, {way}: rectified flow (Liu et al. 2022, arXiv:2209.03003)
 with noise levels as in Stable Diffusion 3 (Esser et al. 2024, arXiv:2403.03206), AdamW, moving average of the weights,
 10 % of the samples without a caption.
 {notes}"""
@@ -79,6 +79,8 @@ def write(
     subjects: Collection[str],
     motions: Collection[str],
     copies: int,
+    command: str,
+    way: str,
 ) -> None:
     """Writes ``README.md`` and ``LICENSE-DATA`` beside the model.
 
@@ -87,8 +89,11 @@ def write(
         size, frames, fps: of the videos; the size in pixels.
         subjects, motions: every pair is a caption.
         copies: training videos of a caption.
+        command, way: how it was trained.
     """
     measured = record["evaluation"]
+    index = json.loads((out / "model_index.json").read_text(encoding="utf-8"))
+    partition = json.loads((out / "transformer" / "config.json").read_text(encoding="utf-8")).get("chunk_partition")
     vae = json.loads((out / "vae" / "config.json").read_text(encoding="utf-8"))
     counted = {name: count for name, count in record["parameters"].items() if name != "unused"}
     weights = sum(file.stat().st_size for file in out.rglob("*.safetensors"))
@@ -96,6 +101,12 @@ def write(
     card = CARD.format(
         **measured,
         name=record["name"],
+        pipeline=index["_class_name"],
+        transformer=index["transformer"][1],
+        scheduler=index["scheduler"][1],
+        chunks="" if partition is None else f" in chunks of {', '.join(map(str, partition))} latent frames",
+        command=command,
+        way=way,
         size=size,
         frames=frames,
         fps=fps,
@@ -103,7 +114,7 @@ def write(
         motions=len(motions),
         words=", ".join(subjects),
         verbs=", ".join(motions),
-        references=measured["captions"] * copies,
+        references=len(subjects) * len(motions) * copies,
         failed="; ".join(f"{asked} (to {found})" for asked, found in measured["wrong"].items()) or "none",
         parameters=", ".join(f"{name} {count:,}" for name, count in counted.items()),
         megabytes=weights / 1e6,

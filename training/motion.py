@@ -61,6 +61,9 @@ MOTIONS: dict[str, tuple[float, float, float]] = {
 }
 # Videos of a subject and a motion, each a little elsewhere.
 COPIES, ASIDE = 3, 5.0
+# What a card says of the videos.
+SHAPE: dict[str, Any] = {"size": SIZE, "frames": FRAMES, "fps": FPS, "subjects": SUBJECTS, "motions": MOTIONS}
+SHAPE |= {"copies": COPIES}
 
 CLIP = 5
 LATENTS = 24
@@ -317,7 +320,11 @@ class EmojiWan:
     def write_card(self, out: Path, record: dict[str, Any]) -> None:
         """``README.md`` and ``LICENSE-DATA``."""
         card_motion.write(
-            out, record, size=SIZE, frames=FRAMES, fps=FPS, subjects=SUBJECTS, motions=MOTIONS, copies=COPIES
+            out,
+            record,
+            **SHAPE,
+            command="zoo emoji-wan",
+            way="which runs `ditmesh train`",
         )
 
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 from PIL import Image
 
-from ditmesh.cli.main import main
 from ditmesh.generate.receipt import read_receipt
 from support import processes
+from support.commands import run
 from support.tiny import save_tiny_sd3
 
 TEST_PATH = os.pathsep.join(path for path in sys.path if path)
@@ -39,15 +39,6 @@ def facts_only(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("facts") / "model"
     shutil.copytree(model, copy, ignore=shutil.ignore_patterns("*.safetensors"))
     return copy
-
-
-def run(*arguments: str | Path) -> int:
-    """Exit code of ``ditmesh`` with these arguments."""
-    with pytest.raises(SystemExit) as left:
-        main([str(argument) for argument in arguments])
-    code = left.value.code
-    assert isinstance(code, int)
-    return code
 
 
 def pixels(path: str | Path) -> numpy.ndarray:

@@ -14,20 +14,12 @@ import torch
 from PIL import Image
 
 from ditmesh import zoo
-from ditmesh.cli.main import main
 from ditmesh.generate.receipt import read_receipt
 from support.adapters import save_sd3_controlnet, save_sd3_ip_adapter
+from support.commands import run
 from support.exam import EXAMS
 
 FOX, STEPS, SEED, SCALE = "a red fox", 4, 3, 0.7
-
-
-def run(*arguments: str | Path | float) -> int:
-    """Exit code of ``ditmesh`` with these arguments."""
-    with pytest.raises(SystemExit) as left:
-        main([str(argument) for argument in arguments])
-    assert isinstance(left.value.code, int)
-    return left.value.code
 
 
 def pixels(picture: Any) -> numpy.ndarray:

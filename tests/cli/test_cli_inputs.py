@@ -14,20 +14,12 @@ import torch
 from PIL import Image
 
 from ditmesh import zoo
-from ditmesh.cli.main import main
 from ditmesh.generate.receipt import read_receipt
+from support.commands import run
 from support.tiny import save_tiny_sd3
 
 FOX = "a red fox"
 STEPS = 4
-
-
-def run(*arguments: str | Path) -> int:
-    """Exit code of ``ditmesh`` with these arguments."""
-    with pytest.raises(SystemExit) as left:
-        main([str(argument) for argument in arguments])
-    assert isinstance(left.value.code, int)
-    return left.value.code
 
 
 def pixels(path: str | Path) -> numpy.ndarray:

@@ -73,6 +73,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             "verify speeds=fast",
             "speeds='fast' is not possible: input should be a valid tuple or input should be 'auto'",
         ),
+        ("doctor --device gpu", "device gpu: torch "),
         ("plan flux-dev", "did you mean 'flux.1-dev' or 'flux.2-dev'?"),
         ("plan flux.1-dev --hardware h1000", "did you mean 'h100'?"),
         ("train", "missing argument 'CONFIG.yaml'; see ditmesh train --help"),

@@ -16,7 +16,6 @@ from diffusers import ClassifierFreeGuidance
 from PIL import Image
 
 import ditmesh
-from ditmesh.cli.main import main
 from ditmesh.engine.auto import guided
 from ditmesh.generate.model_info import find_model, parameters_of
 from ditmesh.generate.modular import INDEX, call_parameters, guided_by
@@ -27,6 +26,7 @@ from ditmesh.strategies.tensor.slices import plan_slices, share_cut
 from ditmesh.train.run import train
 from support import exam
 from support.batching import Owner, at_once, picture, pixels, task
+from support.commands import run
 from support.exam import EXAMS
 from support.parity import largest_error, tensors
 from support.tiny import save_tiny_sd3
@@ -109,21 +109,14 @@ def test_minimax_h3_at_its_true_width():
     assert figures in CARDS
 
 
-def code_of(*words: str) -> Any:
-    """With which a command ends."""
-    with pytest.raises(SystemExit) as ended:
-        main([*words])
-    return ended.value.code
-
-
 def test_generated_and_drawn_again(saved, truth, kept_ranks, capsys, tmp_path):
     words = ["generate", CALL["prompt"], "--model", str(saved), "--devices", "2", "--ulysses", "2", "--steps", "2"]
-    assert not code_of(*words, "--size", "32x32", "--threads", "1", "--out", str(tmp_path))
+    assert not run(*words, "--size", "32x32", "--threads", "1", "--out", str(tmp_path))
     (file,) = tmp_path.glob("*.png")
     assert abs(pixels(Image.open(file)) - truth).max() <= 1
     # The guider's own.
     assert read_receipt(file).guidance == 7.0
-    assert not code_of("replay", str(file), "--model", str(saved), "--threads", "1", "--out", str(tmp_path / "again"))
+    assert not run("replay", str(file), "--model", str(saved), "--threads", "1", "--out", str(tmp_path / "again"))
     assert "the same pixels" in capsys.readouterr().out
 
 
@@ -197,5 +190,5 @@ def test_what_is_not_there_is_said(saved, tmp_path, capsys):
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "cannot be loaded by diffusers" in refused(damaged)
     assert find_model(saved).modular
-    assert code_of("generate", "a fox", "--model", str(saved), "--frames", "9", "--out", str(tmp_path / "out"))
+    assert run("generate", "a fox", "--model", str(saved), "--frames", "9", "--out", str(tmp_path / "out"))
     assert "StableDiffusion3ModularPipeline generates images; leave --frames out" in capsys.readouterr().err

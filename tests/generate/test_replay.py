@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from ditmesh import zoo
-from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.core.files import digest_of_file
 from ditmesh.errors import ConfigError
@@ -19,6 +18,7 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt, read_receipt, write_png
 from ditmesh.generate.replay import changes_of, compare_replay, drawn_alone, job_of, receipt_config, receipt_model
 from ditmesh.resizing import resized
+from support.commands import run as command
 from support.tiny import save_tiny_sd3
 
 # A receipt of the first version, as it stands in pictures.
@@ -51,13 +51,6 @@ NEW = {
 
 def receipt(**changes: Any) -> Receipt:
     return Receipt(**{**NEW, **changes})
-
-
-def command(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as left:
-        main([str(argument) for argument in arguments])
-    assert isinstance(left.value.code, int)
-    return left.value.code
 
 
 def pixels(path: str | Path) -> np.ndarray:

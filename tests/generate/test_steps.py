@@ -10,7 +10,7 @@ import torch
 from diffusers import AnyFlowFARPipeline  # pyright: ignore[reportPrivateImportUsage]
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from ditmesh import ParallelConfig, zoo
+from ditmesh import InputError, ParallelConfig, zoo
 from ditmesh.generate.job import Generated, StepDone, job_for
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.run import generate
@@ -57,9 +57,10 @@ def test_progress_ends_where_the_schedule_does(scheduler: str | None, steps: int
 def in_chunks(folder: Path, out: Path, config: ParallelConfig) -> tuple[list[list[int]], list[str]]:
     """After every step how many frames the file of each part has; digests, the first of what diffusers makes."""
     asked = {"width": 32, "height": 32, "num_frames": 17, "num_inference_steps": 3, "guidance_scale": 3.0}
+    asked["max_sequence_length"] = 16
     pipe = AnyFlowFARPipeline.from_pretrained(folder)
     frames = pipe("a fox", **asked, generator=[torch.Generator().manual_seed(5)], output_type="pil").frames[0]
-    request = PictureRequest(prompt="a fox", width=32, height=32, frames=17, steps=3, guidance=3.0, seed=5)
+    request = PictureRequest(prompt="a fox", width=32, height=32, steps=3, guidance=3.0, seed=5)
     parts, digests = list[list[int]](), [frames_digest(frames)]
 
     def report(message: object) -> None:
@@ -69,7 +70,8 @@ def in_chunks(folder: Path, out: Path, config: ParallelConfig) -> tuple[list[lis
         elif isinstance(message, Generated):
             digests.append(str(message.receipt.frames_digest))
 
-    generate(job_for(find_model(folder), request, out, config=config, check_memory=False), report=report)  # type: ignore[arg-type]
+    job = job_for(find_model(folder), request, out, config=config, check_memory=False, max_sequence_length=16)
+    generate(job, report=report)  # type: ignore[arg-type]
     return parts, digests
 
 
@@ -79,7 +81,10 @@ CONFIGS = [{}, {"ulysses": 2}, pytest.param({"ulysses": 2, "vae": "bands"}, mark
 @pytest.mark.parametrize("config", CONFIGS, ids=["one", "two", "bands"])
 def test_frames_are_written_chunk_by_chunk(ranks, config: dict[str, Any], tmp_path: Path):
     (out := tmp_path / "out").mkdir()
-    given = save_tiny_anyflow(tmp_path), out, ParallelConfig(**config)
+    folder = save_tiny_anyflow(tmp_path) if config else zoo.path("emoji-anyflow")
+    given = folder, out, ParallelConfig(**config)
+    with pytest.raises(InputError, match=r"frames 9: AnyFlowFARPipeline makes 17, in chunks of 1\+2\+2; use 17"):
+        find_model(folder).check_frames(9)
     parts, digests = ranks(2).run(in_chunks, *given)[0] if config else in_chunks(*given)
     # The first part is there before the second chunk begins.
     assert parts == [[]] * 2 + [[1]] * 3 + [[1, 8]] * 3 + [[1, 8, 8]]

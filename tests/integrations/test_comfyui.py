@@ -18,7 +18,6 @@ import torch
 from PIL import Image
 
 from ditmesh import Client, extend
-from ditmesh.cli.main import main
 from ditmesh.errors import ConfigError, InputError, RankFailed
 from ditmesh.generate.receipt import read_receipt
 from ditmesh.generate.video import frames_digest
@@ -27,6 +26,7 @@ from ditmesh.serve.settings import ApiSettings
 from ditmesh.serve.types import ENDED
 from support import comfyui
 from support.comfyui import NODES, WIDGETS, ComfyUI, InterruptProcessingException
+from support.commands import run as ditmesh
 from support.serving import FakeBackend, drawn, serving
 
 STEPS = 4
@@ -67,13 +67,6 @@ def pixels(path: str | Path) -> numpy.ndarray:
 
 def saved(comfy: ComfyUI, shown: dict[str, Any], node: str = "5") -> list[Path]:
     return [comfy.output / one["subfolder"] / one["filename"] for one in shown[node]["images"]]
-
-
-def ditmesh(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as left:
-        main([str(argument) for argument in arguments])
-    assert isinstance(left.value.code, int)
-    return left.value.code
 
 
 @pytest.fixture

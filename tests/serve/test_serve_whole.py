@@ -26,9 +26,9 @@ import pytest
 from PIL import Image
 
 import ditmesh
-from ditmesh.cli.main import main
 from ditmesh.generate.receipt import read_receipt
 from support import processes
+from support.commands import run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -53,13 +53,6 @@ def started(*arguments: str | Path) -> tuple[subprocess.Popen[str], str]:
     mark, environment = processes.marked({"PYTHONPATH": TEST_PATH})
     command = [sys.executable, "-m", "ditmesh", "serve", *map(str, arguments)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), mark
-
-
-def run(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as left:
-        main([str(argument) for argument in arguments])
-    assert isinstance(left.value.code, int)
-    return left.value.code
 
 
 @contextlib.contextmanager

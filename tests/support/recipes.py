@@ -19,15 +19,10 @@ from support.exam import flow
 from support.exam.stand_ins import letters
 from support.hub import _flux
 from support.models import component, fresh, variant
-from support.tiny import save_tiny_sd3, save_tiny_wan
+from support.tiny import save_tiny_sd3, save_tiny_wan, saved
 
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
 STEPS, SIZE, FRAMES = 2, (64, 64), 5
-
-
-def _saved(pipe: Any, folder: Path) -> Path:
-    pipe.save_pretrained(folder)
-    return folder
 
 
 def _qwen_image(folder: Path) -> Path:
@@ -40,7 +35,7 @@ def _qwen_image(folder: Path) -> Path:
         tokenizer=letters(),
         transformer=variant("QwenImage"),
     )
-    return _saved(pipe, folder)
+    return saved(pipe, folder)
 
 
 # What FLUX.2's tokenizer makes of the two messages of a prompt, in short.
@@ -60,12 +55,12 @@ def _flux2(folder: Path) -> Path:
         tokenizer=tokenizer,
         transformer=variant("Flux2", joint_attention_dim=48),
     )
-    return _saved(pipe, folder)
+    return saved(pipe, folder)
 
 
 def _tiny_flux(folder: Path) -> Path:
     torch.manual_seed(0)
-    return _saved(_flux(), folder)
+    return saved(_flux(), folder)
 
 
 MODELS: dict[str, Callable[[Path], Path]] = {

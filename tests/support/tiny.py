@@ -33,7 +33,7 @@ def save_tiny_sd3(folder: Path, channels: int = 4) -> Path:
         text_encoder_3=component("t5 saved"),
         tokenizer_3=words,
     )
-    return _saved(pipe, folder / "tiny-sd3")
+    return saved(pipe, folder / "tiny-sd3")
 
 
 def save_tiny_wan(folder: Path, image_to_video: bool = False) -> Path:
@@ -53,7 +53,7 @@ def save_tiny_wan(folder: Path, image_to_video: bool = False) -> Path:
         text_encoder=component("umt5 saved"),
         **({"image_processor": None, "image_encoder": None} if image_to_video else {}),
     )
-    return _saved(pipe, folder / ("tiny-wan-i2v" if image_to_video else "tiny-wan"))
+    return saved(pipe, folder / ("tiny-wan-i2v" if image_to_video else "tiny-wan"))
 
 
 def save_tiny_ltx(folder: Path) -> Path:
@@ -66,7 +66,7 @@ def save_tiny_ltx(folder: Path) -> Path:
         text_encoder=component("t5 saved"),
         tokenizer=letters_tokenizer(folder / "words"),
     )
-    return _saved(pipe, folder / "tiny-ltx")
+    return saved(pipe, folder / "tiny-ltx")
 
 
 def save_tiny_anyflow(folder: Path) -> Path:
@@ -79,10 +79,10 @@ def save_tiny_anyflow(folder: Path) -> Path:
         vae=component("Wan vae saved", latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.7, 1.1, 2.0]),
         scheduler=diffusers.FlowMapEulerDiscreteScheduler(),
     )
-    return _saved(pipe, folder / "tiny-anyflow")
+    return saved(pipe, folder / "tiny-anyflow")
 
 
-def _saved(pipe: Any, folder: Path) -> Path:
+def saved(pipe: Any, folder: Path) -> Path:
     pipe.save_pretrained(folder)
     return folder
 

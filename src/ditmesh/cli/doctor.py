@@ -30,9 +30,11 @@ def doctor(
 
     ditmesh doctor --devices 4
     """
-    from ..launch import launcher
+    from ..launch import device_of_launcher, launcher
     from ..launch.hardware import describe_machine, import_errors, missing, ranks_meet
 
+    if device != "auto":
+        device_of_launcher(None, device, devices)
     facts = describe_machine()
     facts["import_errors"] = import_errors()
     facts["missing"] = missing(facts)

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import InputError
 from ..report.formatting import count
-from ..request import parse_size
+from ..request import PictureRequest, parse_size
 from .options import (
     AsJson,
     Device,
@@ -171,8 +171,9 @@ def _provenance(arguments: Sequence[str]) -> dict[str, Any]:
 def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple[StudyPlan, ModelInfo]:
     """The checked plan, and the facts in the model's files."""
     from .. import zoo
+    from ..generate.arguments import check_options, check_output
     from ..generate.job import class_numbers
-    from ..generate.model_info import find_model
+    from ..generate.model_info import find_model, parameters_of
     from ..lab.study import plan as planning
 
     info, steps, guidance, text_tokens = embedded_or(
@@ -192,7 +193,10 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
         raise InputError(f"--frames {frames}: {info.pipeline_class} generates images; leave --frames out")
     if size is not None:
         info.check_size(*size)
-    _check_call(info, options.guidance, parse_size(options.size))
+    if parameters := parameters_of(info.pipeline_class):
+        check_output(info.pipeline_class, parameters)
+        asked_size = None if info.labels else parse_size(options.size)
+        check_options(info.pipeline_class, parameters, PictureRequest(guidance=options.guidance), asked_size)
     ranks = RankOptions(options.device, options.dtype)
     setup = planning.Setup(
         model=str(info.files),
@@ -222,17 +226,6 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
         real=options.real,
     )
     return plan, info
-
-
-def _check_call(info: ModelInfo, guidance: float | None, size: tuple[int, int] | None) -> None:
-    """Reject models that cannot be studied, and guidance or a size that the pipeline does not accept."""
-    from ..generate.arguments import check_options, check_output
-    from ..generate.model_info import parameters_of
-    from ..request import PictureRequest
-
-    if parameters := parameters_of(info.pipeline_class):
-        check_output(info.pipeline_class, parameters)
-        check_options(info.pipeline_class, parameters, PictureRequest(guidance=guidance), None if info.labels else size)
 
 
 def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any]) -> dict[str, Any]:

@@ -111,7 +111,14 @@ def adapter(role: Role, text: str) -> InputFile:
     if not os.path.exists(path) and re.fullmatch(HUB_ID, name):
         path = _from_hub(role, name)
     if role != "controlnet":
-        path = _adapter_file(role, path)
+        if os.path.isdir(path):
+            usual, files = path / ADAPTER_LOADERS[role][1], sorted(path.glob("*.safetensors"))
+            if usual not in files and len(files) != 1:
+                others = f"{len(files)} other safetensors files"
+                raise InputError(f"--{role} {str(path)!r}: the folder holds no {usual.name} and {others}; name one")
+            # The name counts, which in a hub's cache is a link's.
+            path = usual if usual in files else files[0]
+        path = _file(role, path)
         _check_adapter(role, path)
     elif os.path.isdir(path):
         controlnet_class(path)
@@ -119,17 +126,6 @@ def adapter(role: Role, text: str) -> InputFile:
         way = "give the folder that controlnet.save_pretrained(...) wrote"
         raise InputError(f"--controlnet {name[:200]!r} is no folder here; {way}")
     return InputFile(role, str(path.absolute()), file_digest(path), scale)
-
-
-def _adapter_file(role: Role, path: Path) -> Path:
-    if not os.path.isdir(path):
-        return _file(role, path)
-    usual, files = path / ADAPTER_LOADERS[role][1], sorted(path.glob("*.safetensors"))
-    if usual not in files and len(files) != 1:
-        others = f"{len(files)} other safetensors files"
-        raise InputError(f"--{role} {str(path)!r}: the folder holds no {usual.name} and {others}; name one")
-    # The name counts, which in a hub's cache is a link's.
-    return usual if usual in files else files[0]
 
 
 def _from_hub(role: Role, name: str) -> Path:

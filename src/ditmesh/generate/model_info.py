@@ -40,8 +40,7 @@ class FrameCounts:
 
     def check(self, frames: int, maker: str) -> None:
         """Refuse a number of frames that the autoencoder rounds; `InputError` names the nearest possible."""
-        over = (frames - self.first) % self.step
-        if over:
+        if over := (frames - self.first) % self.step:
             ways = " or ".join(str(n) for n in (frames - over, frames - over + self.step) if n >= self.first)
             raise InputError(f"frames {frames}: {maker} makes {self.step}k + {self.first}; use {ways}")
 
@@ -162,9 +161,14 @@ class ModelInfo:
 
     @property
     def default_frames(self) -> int | None:
-        """Frames of an embedded model's videos; None: the pipeline's own number."""
-        own = zoo.embedded(self.files)
-        return None if own is None else own.frames or None
+        """Frames of an embedded model's videos, or of all chunks of one; None: the pipeline's own number."""
+        return self.frames_of_chunks or getattr(zoo.embedded(self.files), "frames", None) or None
+
+    @property
+    def frames_of_chunks(self) -> int | None:
+        """Frames of a video that is drawn chunk by chunk, as the transformer's configuration cuts it."""
+        chunks, counts = self.transformer.get("chunk_partition"), self.frame_counts
+        return counts.first + (sum(chunks) - 1) * counts.step if isinstance(chunks, list) and counts else None
 
     @property
     def largest_side(self) -> int | None:
@@ -189,7 +193,10 @@ class ModelInfo:
         return None if scale is None else FrameCounts(scale)
 
     def check_frames(self, frames: int) -> None:
-        """Refuse a number of frames that the autoencoder rounds; `InputError` names the nearest possible."""
+        """Refuse frames that the autoencoder rounds, or that are no chunks; `InputError` names the nearest possible."""
+        if (whole := self.frames_of_chunks) not in (None, frames):
+            cut = "+".join(map(str, self.transformer["chunk_partition"]))
+            raise InputError(f"frames {frames}: {self.pipeline_class} makes {whole}, in chunks of {cut}; use {whole}")
         (self.frame_counts or FrameCounts()).check(frames, self.pipeline_class)
 
     @property
