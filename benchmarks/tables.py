@@ -40,9 +40,10 @@ SAMPLERS = {"ddim": "DDIM", "dpm": "DPM-Solver++", "unipc": "UniPC", "ddpm": "DD
 Row = Sequence[str]
 
 
-def mean_error(values: Sequence[float]) -> str:
+def mean_error(values: Sequence[float], digits: int = 1) -> str:
     """Mean ± its standard error."""
-    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values) / len(values) ** 0.5:.1f}"
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.mean(values):.{digits}f} ± {error:.{digits}f}"
 
 
 def apart(row: dict[str, Any], base: dict[str, Any]) -> list[float]:
@@ -366,6 +367,19 @@ def training_curves() -> Iterator[Row]:
             yield name, small(whole[name]), small(same[name])
 
 
+def reinforcement() -> Iterator[Row]:
+    """Rewards of held-out prompts, before and after."""
+    runs = {seed: run["held out"] for seed, run in read("reinforcement")["learning"].items()}
+    steps = [*next(iter(runs.values()))]
+    yield "held-out reward", *(f"after {step} updates" for step in steps), "rise"
+    for seed, rewards in runs.items():
+        rise = rewards[steps[-1]] - rewards[steps[0]]
+        yield f"seed {seed}", *(f"{rewards[step]:.3f}" for step in steps), f"{rise:+.3f}"
+    columns = [[rewards[step] for rewards in runs.values()] for step in steps]
+    columns.append([last - first for first, last in zip(columns[0], columns[-1], strict=True)])
+    yield "mean ± standard error", *(mean_error(column, 3) for column in columns)
+
+
 def sameness() -> Iterator[Row]:
     """How far exact strategies are from one device after 1, 4 and 20 steps."""
     rows = {(row["strategy"], row["tokens"]): row for row in read("sameness")["growth"]}
@@ -415,9 +429,10 @@ def files() -> Iterator[Row]:
 
 
 NAMES = (
-    "devices steps counts costs gains objectives samplers few_steps strategies codecs tokens videos distribution load"
+    "devices steps counts costs gains objectives samplers few_steps strategies codecs tokens videos distribution load "
+    "moving true_size links overhead deadlines training_speed training_curves reinforcement sameness degrees vae memory "
+    "files"
 )
-NAMES += " moving true_size links overhead deadlines training_speed training_curves sameness degrees vae memory files"
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {name.replace("_", "-"): globals()[name] for name in NAMES.split()}
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)((?:\|.*\n)*)")
 
