@@ -430,8 +430,8 @@ def files() -> Iterator[Row]:
 
 NAMES = (
     "devices steps counts costs gains objectives samplers few_steps strategies codecs tokens videos distribution load "
-    "moving true_size links overhead deadlines training_speed training_curves reinforcement sameness degrees vae memory "
-    "files"
+    "moving true_size links overhead deadlines training_speed training_curves reinforcement sameness degrees vae "
+    "memory files"
 )
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {name.replace("_", "-"): globals()[name] for name in NAMES.split()}
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)((?:\|.*\n)*)")
