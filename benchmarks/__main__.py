@@ -10,7 +10,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # Shared by the others.
-SHARED = {"__main__", "comfyui_files", "harness", "machine", "open_loop", "quiet"}
+SHARED = {"__main__", "comfyui_files", "harness", "machine", "open_loop"}
 
 
 def benchmarks() -> dict[str, str]:
