@@ -129,6 +129,7 @@ def trainer_of(given: Any) -> Iterator[Any]:
 
     config = TrainConfig.read(grouped(given) if isinstance(given, dict) else given)
     pipe = DiffusionPipeline.from_pretrained(find_model(config.pretrained_model_name_or_path).files)
+    pipe.set_progress_bar_config(disable=True)
     kind = Trainer if config.reinforce is None else ReinforcementTrainer
     with kind(config, pipe) as trainer:
         yield trainer
