@@ -73,9 +73,9 @@ def learning(options: argparse.Namespace, work: Path, console: Console) -> dict[
         found[str(seed)]["held out"] = {int(row["step"]): row["validation_reward"] for row in held_out}
         before, after = held_out[0]["validation_reward"], held_out[-1]["validation_reward"]
         console.print(f"seed {seed}: held-out reward {before:.4f} before, {after:.4f} after {len(rows)} updates")
-    folder = runs / f"s{SEEDS[0]}" / "validation"
-    names = [[f"step-{row['step']:.0f}-{number}.png" for number in range(12)] for row in (held_out[0], held_out[-1])]
-    lines = [np.concatenate([np.asarray(Image.open(folder / name)) for name in line], axis=1) for line in names]
+    start = runs / f"s{SEEDS[0]}" / "validation" / "step-"
+    names = [[f"{start}{row['step']:.0f}-{number}.png" for number in range(12)] for row in (held_out[0], held_out[-1])]
+    lines = [np.concatenate([np.asarray(Image.open(name)) for name in line], axis=1) for line in names]
     Image.fromarray(np.concatenate(lines)).save(MEASURED / "reinforcement.png", optimize=True)
     return found
 
@@ -84,16 +84,15 @@ def bits(options: argparse.Namespace, work: Path, console: Console) -> dict[str,
     """Rewards, divergences and weights by mesh."""
     from ditmesh.launch import RankPool
 
-    found: dict[str, Any] = {}
-    changes = {"group_size": 2, "kl_weight": 0.01}
+    found, changes = dict[str, Any](), {"group_size": 2, "kl_weight": 0.01}
     for name, degrees in MESHES.items():
         parallel = {**degrees, "reproducible": True}
         run = run_of(tempfile.mkdtemp(dir=work), options.steps or 20, changes, parallel=parallel)
         with RankPool(ranks_of({"parallel": degrees}), threads=1) as pool:
             found[name], *others = pool.run(followed, run)
         assert all(other == found[name] for other in others)
-        is_same = found[name] == found["1 rank"]
-        console.print(f"{name}: weights {found[name]['weights']}, {'equal' if is_same else 'NOT EQUAL'} to 1 rank")
+        same = "equal" if found[name] == found["1 rank"] else "NOT EQUAL"
+        console.print(f"{name}: weights {found[name]['weights']}, {same} to 1 rank")
     return found
 
 
