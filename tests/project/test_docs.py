@@ -50,7 +50,7 @@ class Block(NamedTuple):
     @property
     def untested(self) -> str | None:
         """Why the block is not run, as its first line says to every reader."""
-        reason = re.match(r"# (?:not tested: |未测试：)(.+)", self.text)
+        reason = re.match(r"# ((?:over the network|需要联网|not tested: |未测试：).+)", self.text)
         return reason and reason[1]
 
     @property
