@@ -26,8 +26,7 @@ from rich.console import Console
 
 from figures import MEASURED
 from harness import write_compactly
-from machine import describe_machine
-from training import in_turns, ranks_of, trainer_of
+from training import in_turns, measure, ranks_of, trainer_of
 
 RUN = Path(__file__).resolve().parents[1] / "examples" / "reinforcement.yaml"
 SEEDS = (0, 1, 2)
@@ -112,19 +111,10 @@ PARTS = {"learning": learning, "bits": bits, "speed": speed}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="what to measure; all of it by default")
     parser.add_argument("--steps", type=int, help="updates: of learning (40), of bits (20), of a turn of speed (5)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of speed")
     parser.add_argument("--out", type=Path, help="keep the runs of learning in this folder")
-    parser.add_argument("--json", type=Path, help="write every figure here")
-    options = parser.parse_args()
-    console = Console(width=120)
-    result: dict[str, Any] = {"machine": describe_machine()}
-    for name in options.parts or PARTS:
-        with tempfile.TemporaryDirectory(prefix="ditmesh-bench-") as work:
-            result[name] = PARTS[name](options, Path(work), console)
-    console.print(result["machine"]["text"])
-    write_compactly(result, options.json)
+    measure(parser, PARTS, write_compactly)
 
 
 if __name__ == "__main__":

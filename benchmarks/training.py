@@ -327,21 +327,26 @@ def in_turns(
 PARTS = {"curves": curves, "memory": memory, "speed": speed}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="what to measure; all of it by default")
-    parser.add_argument("--steps", type=int, help="of a curve (200), of a turn of speed (5)")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of speed")
-    parser.add_argument("--reproducible", action="store_true", help="curves with `reproducible: true`")
+def measure(parser: argparse.ArgumentParser, parts: dict[str, Callable[..., Any]], write: Callable[..., None]) -> None:
+    """Measure the parts that the command line names, and write their figures."""
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], help="what to measure; all of it by default")
     parser.add_argument("--json", type=Path, help="write every figure here")
     options = parser.parse_args()
     console = Console(width=120)
     result: dict[str, Any] = {"machine": describe_machine()}
-    for name in options.parts or PARTS:
+    for name in options.parts or parts:
         with tempfile.TemporaryDirectory(prefix="ditmesh-bench-") as work:
-            result[name] = PARTS[name](options, Path(work), console)
+            result[name] = parts[name](options, Path(work), console)
     console.print(result["machine"]["text"])
-    write_figures(result, options.json)
+    write(result, options.json)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, help="of a curve (200), of a turn of speed (5)")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of speed")
+    parser.add_argument("--reproducible", action="store_true", help="curves with `reproducible: true`")
+    measure(parser, PARTS, write_figures)
 
 
 if __name__ == "__main__":
