@@ -176,7 +176,7 @@ def raise_for_peer(link: str, error: RuntimeError, state: RequestState | None = 
     if isinstance(error, PeerError) or not known:
         # Not from itself: causes would be a circle.
         raise error
-    # Frames of torch hold the group, whose connections are open to its last reference: others would wait for this rank.
+    # Frames of torch refer to the group, which keeps its connections as long: other ranks would wait for this rank.
     traceback.clear_frames(error.__traceback__)
     if state is not None and state.lost and state.refusal is not None:
         state.reported = True

@@ -304,7 +304,7 @@ class ReinforceConfig(SettingsGroup):
         description="Prompts, or labels, or the path of a text file with one in each line."
     )
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = Field(
-        description="The rewards, whose weighted sum is to rise."
+        description="The rewards; the run raises their weighted sum."
     )
     on_reward_failure: Literal["stop", "skip"] = Field(
         default="stop",
@@ -318,8 +318,8 @@ class ReinforceConfig(SettingsGroup):
     )
     trained_steps: Positive | Annotated[tuple[int, ...], Field(min_length=1)] | None = Field(
         default=None,
-        description="Denoising steps that are trained: their numbers from 0, or how many, drawn anew in every step of "
-        "the run; None: all but the last one.",
+        description="Denoising steps to train: a list of step numbers from 0, or a count of steps, drawn anew "
+        "in every step of the run; None: all but the last one.",
     )
     noise_level: float | None = Field(
         default=None,
