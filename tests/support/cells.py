@@ -10,6 +10,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 # Commits after which a cell counts as old.
 OLD = 40
+# What a run writes itself.
+WRITTEN = ("src/ditmesh/strategies/support.json",)
 
 
 def git(*words: str) -> str:
@@ -19,6 +21,12 @@ def git(*words: str) -> str:
 def commit() -> str:
     """The commit that cells are run at."""
     return git("rev-parse", "--short=8", "HEAD")
+
+
+def uncommitted() -> list[str]:
+    """Files of the product that are not as they were committed."""
+    lines = git("status", "--porcelain", "src").splitlines()
+    return [name for name in (line.split(maxsplit=1)[1] for line in lines) if name not in WRITTEN]
 
 
 def badness(outcome: dict[str, Any]) -> tuple[bool, bool, float]:
