@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support import shares
+from support import cells, shares
 
 
 def items(file: str, count: int, kind: str = "quick") -> list[Any]:
@@ -46,3 +46,18 @@ def test_seconds_are_recorded_beside_those_of_other_files(tmp_path: Path, monkey
     shares.record({("tests/test_a.py", "matrix"): [4.0], ("tests/test_b.py", "quick"): [0.5]})
     known = json.loads(shares.RECORD.read_text("utf-8"))
     assert known == {"tests/test_a.py": {"matrix": 4.0, "quick": 1.5}, "tests/test_b.py": {"quick": 0.5}}
+
+
+def test_a_file_of_the_product_that_is_not_committed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells are recorded with their commit (`--record`); the table that a run writes itself may be changed."""
+    monkeypatch.setattr(cells, "ROOT", tmp_path)
+    (tmp_path / cells.WRITTEN[0]).parent.mkdir(parents=True)
+    for name in ("src/engine.py", *cells.WRITTEN):
+        (tmp_path / name).write_text("old", encoding="utf-8")
+    cells.git("init", "--quiet")
+    cells.git("add", ".")
+    cells.git("-c", "user.name=a", "-c", "user.email=a", "commit", "--quiet", "--message", "a")
+    assert cells.uncommitted() == []
+    for name in ("src/engine.py", *cells.WRITTEN):
+        (tmp_path / name).write_text("new", encoding="utf-8")
+    assert cells.uncommitted() == ["src/engine.py"]
