@@ -43,7 +43,7 @@ def given(model, data, tmp_path):
 
 
 def test_images_are_drawn_before_the_first_step_and_after_the_last(given):
-    """Also if no multiple of validation_steps is there; a run that goes on begins with no image."""
+    """Also if no multiple of validation_steps is there; a run that goes on between two begins with no image."""
     drawn: list[int] = []
     run = given(validation_steps=3, max_train_steps=4)
     pipe = loaded(run["pretrained_model_name_or_path"])
@@ -88,17 +88,6 @@ def test_encoders_leave_the_device_while_a_cache_replaces_them(given, tmp_path, 
         assert bool(outcome.notes) == cached
     assert {place for _, place in used} == {"device"}
     assert places[-1:] == (["device"] if cached else [])
-
-
-def test_images_of_labels_are_drawn(tmp_path):
-    model = save_pipeline("dit", tmp_path)
-    data = folder_of(tmp_path / "data", 4, 32)
-    run = settings(data, tmp_path / "out", pretrained_model_name_or_path=str(model), resolution=32, max_train_steps=1)
-    run |= {"max_sequence_length": None, "validation_prompts": ["3"], "validation_inference_steps": 2}
-    done = train(configured(run))
-    assert {file.name for file in (tmp_path / "out" / "validation").iterdir()} == {"step-0-0.png", "step-1-0.png"}
-    pipe = loaded(done["pipeline"])
-    assert pipe([3], num_inference_steps=2, output_type="np").images[0].shape == (32, 32, 3)
 
 
 # --- what a run promises beside its curve -----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..generate.components import read_saved
 from ..generate.model_info import find_model
 from ..generate.runner import PipelineRunner, rank_of_process
+from ..generate.video import FPS
 from .checkpoints.export import export
 from .config import TrainConfig
 from .drawing import drawing_call, drawing_job, pixels_of
@@ -130,5 +131,7 @@ def _validate(trainer: Trainer, step: int) -> dict[str, Path]:
         folder.mkdir(parents=True, exist_ok=True)
         for number, picture in enumerate(pictures):
             files[f"validation/{number}"] = folder / f"step-{step}-{number}.png"
-            Image.fromarray(picture).save(files[f"validation/{number}"])
+            # A video is an animated PNG, which loses nothing, and of which trackers have the first frame.
+            first, *others = [Image.fromarray(frame) for frame in picture.reshape(-1, *picture.shape[-3:])]
+            first.save(files[f"validation/{number}"], save_all=True, append_images=others, duration=1000 // FPS)
     return files
