@@ -15,8 +15,8 @@ from support.train import trainer_of
 
 
 def redness(images: np.ndarray, prompts: list[str]) -> np.ndarray:
-    """How much more red than green and blue an image has."""
-    return (images[..., 0].astype(float) - images[..., 1:].mean(-1)).mean((1, 2)) / 255
+    """How much more red than green and blue an image or video has."""
+    return (images[..., 0].astype(float) - images[..., 1:].mean(-1)).mean(tuple(range(1, images.ndim - 1))) / 255
 
 
 def picky(images: np.ndarray, prompts: list[str]) -> np.ndarray:

@@ -29,13 +29,8 @@ def values(schema: dict[str, Any]) -> str:
         return "settings"
     if "enum" in schema:
         return ", ".join(f"`{word}`" for word in schema["enum"])
-    kind = {
-        "integer": "whole number",
-        "number": "number",
-        "string": "text",
-        "boolean": "`true`, `false`",
-        "object": "settings",
-    }
+    kind = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`"}
+    kind["object"] = "settings"
     if schema["type"] == "array":
         return "list"
     least, most, above = (schema.get(key) for key in ("minimum", "maximum", "exclusiveMinimum"))
@@ -56,9 +51,7 @@ def default(field: Any) -> str:
     value = field.default
     if isinstance(value, tuple):
         return f"`[{', '.join(value)}]`"
-    if hasattr(value, "model_dump"):
-        return "none"
-    if value is None or value == "":
+    if hasattr(value, "model_dump") or value is None or value == "":
         return "none"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
@@ -117,12 +110,10 @@ GIVEN = {"pretrained_model_name_or_path": "m", "train_data_dir": "d", "output_di
 def test_a_number_out_of_range_is_one_sentence(name, text):
     """Of what is listed or allocated before a step."""
     group, _, inner = name.rpartition(".")
-    value = eval(text)
-    given: dict[str, Any] = {**GIVEN, name: value}
-    if group == "lora":
-        given = {**GIVEN, group: {inner: value}}
-    elif group:
-        given = {**GIVEN, "train_data_dir": "", group: [{"dir": "d", inner: value}]}
+    entry: Any = {inner: eval(text)}
+    if group == "train_data":
+        entry = {"train_data_dir": "", group: [{"dir": "d", **entry}]}
+    given = {**GIVEN, **(entry if group != "lora" else {group: entry})}
     with pytest.raises(ditmesh.ConfigError) as refused:
         configured(given)
     assert re.match(rf"(\w+\.)?{group or name}.*[=:]", str(refused.value))

@@ -102,11 +102,12 @@ class TrainingLog:
     def __init__(self, config: TrainConfig, from_step: int) -> None:
         self._folder, self._columns = Path(config.output_dir), {"loss.csv": COLUMNS}
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Validations are numbered by the steps before them.
-        for name, first in (("loss.csv", from_step), ("validation.csv", from_step and from_step + 1)):
-            rows = [row for row in read_log(self._folder / name) if row["step"] < first]
+        for name in ("loss.csv", "validation.csv"):
+            rows = [row for row in read_log(self._folder / name) if row["step"] < from_step]
             if rows or name in self._columns:
                 self._begin(name, tuple(rows[0] if rows else COLUMNS), rows)
+            else:
+                (self._folder / name).unlink(missing_ok=True)
         self._trackers = Trackers(config, from_step)
 
     def _begin(self, name: str, columns: tuple[str, ...], rows: Iterable[Mapping[str, float]]) -> None:

@@ -203,15 +203,19 @@ class Trainer:
         until: int | None,
     ) -> Outcome:
         config, outcome = self.config, Outcome()
+        self.outcome = outcome
         outcome.changed = self._resume()
         self._begin()
         on_first(self.mesh.world, lambda: check_trackers(config))
         self.log = log = TrainingLog(config, self.step) if self.speaks else None
         self.end = min(self.steps, until or self.steps)
         try:
-            if self.step == 0:
-                self._validate(validate, log)
-            while self.step < self.end:
+            while True:
+                # Also where a run is resumed: this validation may be what has stopped it.
+                if self.step % config.output.validation_steps == 0 or self.step == self.steps:
+                    self._validate(validate, log)
+                if self.step >= self.end:
+                    break
                 began = time.perf_counter()
                 loss, norm, samples, others = self._take_step()
                 self.step += 1
@@ -220,25 +224,15 @@ class Trainer:
                 seconds = time.perf_counter() - began
                 rate = rate_of(self.update.optimizer)
                 self.update.schedule.step()
-                now = Progress(
-                    step=self.step,
-                    steps=self.steps,
-                    loss=loss,
-                    lr=rate,
-                    grad_norm=norm,
-                    samples_per_second=samples / seconds,
-                    seconds_left=(self.steps - self.step) * seconds,
-                    numbers=others,
-                )
+                left = (self.steps - self.step) * seconds
+                now = Progress(self.step, self.steps, loss, rate, norm, samples / seconds, left, others)
                 if log is not None:
                     row = asdict(now) | {"step": self.step - 1, "seconds": seconds}
                     log.add({name: row[name] for name in COLUMNS} | others)
                 if report is not None:
                     report(now)
                 if self.step % config.output.checkpointing_steps == 0 or self.step >= self.end:
-                    self._save(outcome)
-                if self.step % config.output.validation_steps == 0 or self.step == self.steps:
-                    self._validate(validate, log)
+                    self._save()
         finally:
             if log is not None:
                 log.close()
@@ -326,7 +320,7 @@ class Trainer:
 
     # --- state -------------------------------------------------------------------------------------------
 
-    def _save(self, outcome: Outcome) -> None:
+    def _save(self) -> str | None:
         bad = self.update.bad_weights()
         if bad is not None:
             raise FloatingPointError(
@@ -337,7 +331,8 @@ class Trainer:
         facts = self.state.facts(self.digest)
         problem = self.checkpoints.save(self.step, self.state.tensors(), facts)
         if problem is not None:
-            outcome.unsaved.append(problem)
+            self.outcome.unsaved.append(problem)
+        return problem
 
     def _resume(self) -> list[str]:
         """Resume from the requested checkpoint; returns the differences from its run. Collective."""

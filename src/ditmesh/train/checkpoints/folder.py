@@ -113,7 +113,11 @@ def run_settings(config: TrainConfig, data: str) -> dict[str, Any]:
     Args:
         data: a digest of the samples.
     """
-    return {**config.flat(), "batch": config.batch, "data": data}
+    settings = config.flat()
+    for reward in (settings["reinforce"] or {"rewards": ()})["rewards"]:
+        # A reward that was late goes on with more time.
+        del reward["timeout_seconds"]
+    return {**settings, "batch": config.batch, "data": data}
 
 
 @dataclass(frozen=True)
@@ -153,11 +157,11 @@ def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: 
             changed.append(f"{clause} from this step on (allowed)")
         else:
             if name == "data":
-                clause = (
-                    "train_data_dir has other samples (names, sizes, captions or weights) than in the checkpoint's run"
-                )
+                samples = "train_data_dir has other samples (names, sizes, captions or weights)"
+                samples = "reinforce.prompts has other prompts" if now.get("reinforce") else samples
+                clause = f"{samples} than in the checkpoint's run"
             setting = "global_batch_size" if name == "batch" else top
-            back = "restore them" if name == "data" else f"set {setting} to {_short(old)}"
+            back = "restore them" if name == "data" else f"set {setting if name == 'batch' else name} to {_short(old)}"
             ask.append(setting)
             refused.append(f"{clause}, which changes what the run learns from; {back}")
     if refused:

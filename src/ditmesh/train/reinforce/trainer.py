@@ -61,7 +61,6 @@ class ReinforcementTrainer(Trainer):
         sampler_for(self.config.objective, self.pipe.scheduler)
         self._settings, self.rewards = self.config.reinforce, Rewards(self.config.reinforce.rewards)
         self.rollouts = Rollouts(self.pipe, self.config, self.device)
-        self._notes: list[str] = []
         self._unjudged: list[str] = []
 
     def _prepare(self) -> None:
@@ -83,7 +82,7 @@ class ReinforcementTrainer(Trainer):
         pass
 
     def _end(self, outcome: Outcome) -> None:
-        outcome.notes += self._notes
+        pass
 
     def _encoders(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -152,7 +151,7 @@ class ReinforcementTrainer(Trainer):
             images = np.concatenate([pictures[number] for number in range(place * calls, (place + 1) * calls)])
             batches.append((images, [self.prompts[group.index]] * len(images)))
         scores, failures = self._rewarded(batches)
-        self._fail(failures)
+        self._fail(failures, f"step {self.step + 1}")
         return scores
 
     def _rewarded(
@@ -173,30 +172,28 @@ class ReinforcementTrainer(Trainer):
             scores, failures = scores | others, failures | failed
         return dict(sorted(scores.items())), [sentence for _, sentence in sorted(failures.items())]
 
-    def _fail(self, failures: Sequence[str]) -> None:
+    def _fail(self, failures: Sequence[str], where: str) -> None:
         """Stop at a reward that failed, or note that its samples are left out, as configured. Collective."""
         for sentence in failures:
             if self._settings.on_reward_failure == "stop":
-                if self.step:
-                    self._save(Outcome())
-                raise InputError(
-                    f"step {self.step + 1}: {sentence}; mend the reward and --resume from step {self.step}, or use "
-                    "on_reward_failure: skip"
-                )
-            self._notes.append(f"step {self.step + 1}: {sentence}; its samples were left out")
+                problem = self._save() if self.step else None
+                saved = f"step {self.step}" if problem is None else f"the newest checkpoint, as {problem}"
+                again = f"--resume from {saved}" if self.step else "run again"
+                raise InputError(f"{where}: {sentence}; then {again}, or use on_reward_failure: skip")
+            self.outcome.notes.append(f"{where}: {sentence}; its samples were left out")
             if self.speaks:
-                logger.warning(self._notes[-1])
+                logger.warning(self.outcome.notes[-1])
 
     def _validate(self, validate: Callable[[int], Mapping[str, Path] | None] | None, log: TrainingLog | None) -> None:
         super()._validate(validate, log)
         # With the weights that are trained, not with their average.
         failures, self._unjudged = self._unjudged, []
-        self._fail(failures)
+        self._fail(failures, f"validation after step {self.step}")
         patience, file = self._settings.early_stopping_patience, Path(self.config.output_dir) / "validation.csv"
         if patience and self.step < self.end and on_first(self.mesh.world, lambda: has_settled(file, patience)):
             self.end = self.step
-            self._notes.append(f"step {self.step}: early stop, as validation_reward does not rise")
-            self._save(Outcome())
+            self.outcome.notes.append(f"step {self.step}: early stop, as validation_reward does not rise")
+            self._save()
 
     def judge(self, pictures: np.ndarray) -> None:
         scores, self._unjudged = self._rewarded([(pictures, [*self.config.output.validation_prompts])])
