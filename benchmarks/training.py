@@ -281,6 +281,8 @@ def memory(options: argparse.Namespace, work: Path, console: Console) -> dict[st
     model = str(larger_model(work / "model"))
     found: dict[str, int] = {}
     for name, settings in MEMORY.items():
+        if options.only and name not in ("1 rank", *options.only):
+            continue
         given = run_of("memory", model, work, {"train_batch_size": 1, **settings}, max_train_steps=1)
         with RankPool(ranks_of(settings), threads=1) as pool:
             found[name] = max(pool.run(memory_of_a_step, given))
@@ -360,7 +362,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="of a curve (200), of a turn of speed (5)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of speed")
-    parser.add_argument("--only", nargs="+", help="contenders of speed, of which the first is compared with, or curves")
+    parser.add_argument(
+        "--only", nargs="+", help="contenders; the first of speed is compared with, and one rank of the others"
+    )
     parser.add_argument("--reproducible", action="store_true", help="curves with `reproducible: true`")
     measure(parser, PARTS, write_figures)
 
