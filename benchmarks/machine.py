@@ -23,6 +23,12 @@ def give_freed_memory_back() -> None:
     ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 16)
 
 
+def resident(name: str) -> int:
+    """Bytes of this process: now (VmRSS), at most (VmHWM), private (RssAnon)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory, GPU and versions; ``text`` holds them in a sentence."""
     import diffusers

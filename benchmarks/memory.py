@@ -32,7 +32,7 @@ import torch
 
 from ditmesh.config import ParallelConfig
 from harness import command_line, write_figures
-from machine import describe_machine, give_freed_memory_back
+from machine import describe_machine, give_freed_memory_back, resident
 
 FORMS = [
     "plain",
@@ -96,8 +96,7 @@ class Memory:
         """Bytes at the moment."""
         if torch.cuda.is_available():
             return torch.cuda.memory_allocated()
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+        return resident("RssAnon")
 
     def __enter__(self) -> Memory:
         if self._cuda:

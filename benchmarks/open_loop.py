@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import json
 import random
 import shlex
@@ -17,13 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import httpx
@@ -83,23 +80,21 @@ class Arrival:
     number: int
 
 
-def arrivals(
-    how: str, rate: float, number: int, kinds: Sequence[Kind], weights: Sequence[float], distinct: int, seed: int
-) -> list[Arrival]:
+def arrivals(how: str, rate: float, number: int, kinds: Sequence[Kind], distinct: int, seed: int) -> list[Arrival]:
     """A trace.
 
     Args:
         how: ``poisson`` or ``bursts``.
         rate: requests a second, in the mean.
         number: of requests.
-        kinds, weights: how often each kind comes.
+        kinds: each comes as often as the others.
         distinct: different requests of each kind.
         seed: of everything that is drawn.
     """
     draw, now, found = random.Random(f"{how} {seed}"), 0.0, []
     shape = 1.0 if how == "poisson" else VARIATION**-2
     for _ in range(number):
-        (kind,) = draw.choices(kinds, weights)
+        (kind,) = draw.choices(kinds, [1.0] * len(kinds))
         found.append(Arrival(now, kind, draw.randrange(distinct)))
         now += draw.gammavariate(shape, 1.0 / (rate * shape))
     return found
@@ -216,13 +211,12 @@ def replay(
     ]
 
 
-def capacity_of(url: str, kinds: Sequence[Kind], weights: Sequence[float], arguments: argparse.Namespace) -> float:
+def capacity_of(url: str, kinds: Sequence[Kind], arguments: argparse.Namespace) -> float:
     """Requests a second that a server completes while `CLIENTS` clients each ask for one after the other."""
     draw = random.Random(f"capacity {arguments.seed}")
     number = WARMING + max(arguments.requests // 2, 2 * CLIENTS)
     # Of every kind its share, in any order: a sample would have another one.
-    shares = [weight / sum(weights) for weight in weights]
-    chosen = [kind for kind, share in zip(kinds, shares, strict=True) for _ in range(round(number * share))]
+    chosen = [kind for kind in kinds for _ in range(round(number / len(kinds)))]
     draw.shuffle(chosen)
     left, ends = iter(enumerate(chosen)), []
 
@@ -319,85 +313,28 @@ def summary(found: Sequence[Served], alone: Mapping[Kind, float], length: float)
     }  # fmt: skip
 
 
-class Notebook:
-    """What has been measured, in a folder, so that a run that was cut off goes on; None: nowhere.
-
-    Args:
-        folder: of these settings alone.
-        settings: all that figures depend on, besides the names that they have here.
-
-    Raises:
-        SystemExit: the folder has figures of other settings.
-    """
-
-    def __init__(self, folder: Path | None, settings: Mapping[str, str]) -> None:
-        self._folder = folder
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            before = self.once("settings", lambda: dict(settings))
-            if other := sorted(name for name in settings if before.get(name) != settings[name]):
-                raise SystemExit(f"{folder} has figures with another {' and '.join(other)}; use another folder")
-
-    def once(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What ``measure`` returns, as JSON can hold it, or what it returned before."""
-        file = None if self._folder is None else self._folder / f"{name}.json"
-        if file is not None and file.exists():
-            return json.loads(file.read_text(encoding="utf-8"))
-        found = measure()
-        if file is not None:
-            file.write_text(json.dumps(found), encoding="utf-8")
-        return found
-
-    def knows(self, name: str) -> bool:
-        """Whether it was measured before."""
-        return self._folder is not None and (self._folder / f"{name}.json").exists()
-
-
 def compared(arguments: argparse.Namespace) -> dict[str, Any]:
     """Every server under every trace."""
     kinds = arguments.kinds
-    # Rows of figures have names of their own, and the rest is only where they go.
-    besides = ("arrivals", "load", "resume", "json")
-    settings = {name: str(value) for name, value in vars(arguments).items() if name not in besides}
-    notebook = Notebook(arguments.resume, settings)
-    weights = arguments.weights or [1.0] * len(kinds)
     models = [word for model in dict.fromkeys(kind.model for kind in kinds) for word in ("--model", model)]
     servers = arguments.server or ["--devices 2"]
     right: dict[tuple[Kind, int], bytes] = {}
-
-    def by_itself(words: str) -> dict[str, Any]:
+    alone, outside, capacity = dict[str, dict[Kind, float]](), dict[str, list[float]](), dict[str, float]()
+    for words in servers:
         with tempfile.TemporaryDirectory() as folder, served([*shlex.split(words), *models], folder) as (url, _):
-            own: dict[tuple[Kind, int], bytes] = {}
-            seconds = [alone_on(url, kind, arguments, own) for kind in kinds]
-            return {
-                "seconds": [one for one, _ in seconds],
-                "outside": [one for _, one in seconds],
-                "capacity": capacity_of(url, kinds, weights, arguments),
-                "pixels": [[str(kind), number, base64.b64encode(zlib.compress(data)).decode()]
-                           for (kind, number), data in own.items()],
-            }  # fmt: skip
-
-    found = [notebook.once(f"alone-{number}", partial(by_itself, words)) for number, words in enumerate(servers)]
-    for one in found:
-        for kind, number, data in one["pixels"]:
-            pixels = zlib.decompress(base64.b64decode(data))
-            off = difference(pixels, right.setdefault((kind_of(kind), number), pixels))
-            if off > TOLERANCE:
-                raise SystemExit(f"{kind}: two servers make pictures that differ by {off} of 255")
-    alone = {words: dict(zip(kinds, one["seconds"], strict=True)) for words, one in zip(servers, found, strict=True)}
-    compared_with = [alone[servers[0]]] if arguments.alone == "first" else list(alone.values())
-    best = {kind: min(times[kind] for times in compared_with) for kind in kinds}
-    mean = sum(weight * alone[servers[0]][kind] for kind, weight in zip(kinds, weights, strict=True)) / sum(weights)
-    rate = max(one["capacity"] for one in found) if arguments.capacity == "measured" else 1.0 / mean
-    runs: list[dict[str, Any]] = []
-    rows = [(how, load, times) for how in arguments.arrivals for load in arguments.load for times in arguments.deadline]
+            seconds = [alone_on(url, kind, arguments, right) for kind in kinds]
+            alone[words] = {kind: one for kind, (one, _) in zip(kinds, seconds, strict=True)}
+            outside[words] = [one for _, one in seconds]
+            capacity[words] = capacity_of(url, kinds, arguments)
+    best = {kind: min(times[kind] for times in alone.values()) for kind in kinds}
+    rate, runs = max(capacity.values()), list[dict[str, Any]]()
 
     def under(url: str, process: int, how: str, load: float, times: float, outside: Sequence[float]) -> dict[str, Any]:
         # None is sent where it is no time at all.
         deadlines = {
             kind: int(1e3 * (times * best[kind] - away)) for kind, away in zip(kinds, outside, strict=True) if times
         }
-        trace = arrivals(how, load * rate, arguments.requests, kinds, weights, arguments.distinct, arguments.seed)
+        trace = arrivals(how, load * rate, arguments.requests, kinds, arguments.distinct, arguments.seed)
         before = spent(process)
         found = replay(url, trace, right, arguments.steps, deadlines)
         after = spent(process)
@@ -405,35 +342,18 @@ def compared(arguments: argparse.Namespace) -> dict[str, Any]:
         figures = summary(found, best, length or 1.0)
         return figures | {"processor_seconds": {name: after[name] - before[name] for name in after}, "seconds": length}
 
-    def started(words: str, undo: ExitStack) -> tuple[str, int]:
-        folder = undo.enter_context(tempfile.TemporaryDirectory())
-        url, process = undo.enter_context(served([*shlex.split(words), *models], folder))
-        # What is done once.
-        own: dict[tuple[Kind, int], bytes] = {}
-        for kind in kinds:
-            alone_on(url, kind, argparse.Namespace(distinct=2, steps=arguments.steps), own)
-        return url, process
-
-    def name_of(number: int, how: str, load: float, times: float) -> str:
-        return f"run-{number}-{how}-{load:g}-{times:g}"
-
-    every = range(len(servers))
-    for group in [every] if arguments.turns else [[number] for number in every]:
-        with ExitStack() as undo:
-            up = {
-                number: started(servers[number], undo)
-                for number in group
-                if not all(notebook.knows(name_of(number, *row)) for row in rows)
-            }
-            for row in rows:
-                for number in group:
-                    measure = partial(under, *up[number], *row, found[number]["outside"]) if number in up else dict
-                    named = dict(zip(("arrivals", "load", "deadline"), row, strict=True))
-                    runs.append({"server": servers[number], **named, **notebook.once(name_of(number, *row), measure)})
+    for words in servers:
+        with tempfile.TemporaryDirectory() as folder, served([*shlex.split(words), *models], folder) as (url, process):
+            for kind in kinds:
+                # What is done once.
+                alone_on(url, kind, argparse.Namespace(distinct=2, steps=arguments.steps), {})
+            for row in product(arguments.arrivals, arguments.load, arguments.deadline):
+                named = dict(zip(("arrivals", "load", "deadline"), row, strict=True))
+                runs.append({"server": words, **named, **under(url, process, *row, outside[words])})
     return {
         "kinds": [str(kind) for kind in kinds],
         "alone_seconds": {words: {str(kind): of[kind] for kind in kinds} for words, of in alone.items()},
-        "capacity": {words: one["capacity"] for words, one in zip(servers, found, strict=True)},
+        "capacity": capacity,
         "rate_of_load_1": rate,
         "runs": runs,
     }

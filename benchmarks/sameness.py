@@ -1,13 +1,9 @@
-"""One seed over degrees and sizes: bits in reproducible mode, and how differences of exact strategies grow.
+"""One seed over degrees and sizes: how differences of exact strategies grow.
 
     python benchmarks/sameness.py --json benchmarks/measured/sameness.json
-    python benchmarks/sameness.py --part growth --tokens 256 1024 --steps 4 --degrees 2 4
+    python benchmarks/sameness.py --tokens 256 1024 --steps 4 --degrees 2 4
 
-``bits``: `emoji-flux` (trained), eight prompts in one request, on 1 device and with ``ulysses`` and ``data`` of 2, 4
-and 8, each with and without ``reproducible``: how many pictures have the bits of one device with the same setting,
-and the largest difference of a pixel.
-
-``growth``: a FLUX-shaped transformer with random weights, 3 blocks, at several numbers of image tokens (16 by 16
+A FLUX-shaped transformer with random weights, 3 blocks, at several numbers of image tokens (16 by 16
 pixels each in FLUX's own case: 256 tokens are 256 x 256 pixels, 4,096 are 1024 x 1024). Euler steps of a flow from
 the same noise; after 1, 4 and 20 steps the largest difference of the latents from one device, over their largest
 magnitude. With the same runs: seconds of a step. Strategies take turns, and a ratio is of one device's step over the
@@ -32,7 +28,6 @@ import torch
 from harness import command_line, write_figures
 from machine import counted, describe_machine
 
-PROMPTS = 8
 DEGREES = (2, 4, 8)
 TOKENS = (256, 1024, 4096)
 MODEL = {
@@ -51,71 +46,6 @@ AFTER = (1, 4, 20)
 ALONE = "one device"
 # ``data`` has a batch of as many as ranks, of which each draws one.
 AXES = ("ulysses", "ring", "tensor", "data")
-
-
-# --------------------------------------------------------------------------------------------------
-# Bits
-
-
-def pictures(config: dict[str, Any], steps: int) -> Any:
-    """Eight pictures of one request: (8, 64, 64, 3) float32."""
-    import numpy as np
-    from diffusers import DiffusionPipeline  # pyright: ignore[reportPrivateImportUsage]
-
-    import ditmesh
-    from ditmesh import zoo
-
-    name = "emoji-flux"
-    pipe = DiffusionPipeline.from_pretrained(zoo.path(name))
-    pipe.set_progress_bar_config(disable=True)
-    known, captions = zoo.EMBEDDED[name], zoo.captions(name)
-    every = len(captions) // PROMPTS
-    with ditmesh.parallelized(pipe, config):
-        made = pipe(
-            captions[every // 2 :: every][:PROMPTS],
-            num_inference_steps=steps,
-            guidance_scale=known.guidance_scale,
-            max_sequence_length=known.max_sequence_length,
-            generator=[torch.Generator().manual_seed(seed) for seed in range(PROMPTS)],
-            output_type="np",
-        ).images
-    return np.asarray(made, dtype=np.float32)
-
-
-def bits(steps: int, degrees: list[int]) -> list[dict[str, Any]]:
-    """One row for every mesh and mode."""
-    import numpy as np
-
-    from ditmesh.launch import RankPool
-
-    found = []
-    modes = {"reproducible": True, "fast": False}
-    with RankPool(1, "cpu", threads=1) as pool:
-        alone = {mode: pool.run(pictures, {"reproducible": on}, steps)[0] for mode, on in modes.items()}
-    for degree in degrees:
-        with RankPool(degree, "cpu", threads=1) as pool:
-            for axis in ("ulysses", "data"):
-                for mode, on in modes.items():
-                    every = pool.run(pictures, {axis: degree, "reproducible": on}, steps)
-                    same = [bool(np.array_equal(a, b)) for a, b in zip(every[0], alone[mode], strict=True)]
-                    row = {
-                        "mesh": f"{axis}={degree}",
-                        "mode": mode,
-                        "equal": sum(same),
-                        "largest": float(np.abs(every[0] - alone[mode]).max()),
-                        "ranks_agree": all(np.array_equal(each, every[0]) for each in every),
-                    }
-                    found.append(row)
-                    print(
-                        f"{row['mesh']:<12}{mode:<14}{row['equal']} of {PROMPTS} pictures have one device's bits; "
-                        f"largest difference {row['largest']:.2g}; ranks {'agree' if row['ranks_agree'] else 'DIFFER'}",
-                        flush=True,
-                    )
-    return found
-
-
-# --------------------------------------------------------------------------------------------------
-# Growth
 
 
 def flow(config: dict[str, Any], tokens: int, steps: int, rows: int) -> dict[str, Any]:
@@ -213,26 +143,19 @@ def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
 def main() -> None:
     """Measure and print."""
     parser = command_line(__doc__)
-    parser.add_argument("--part", action="append", choices=("bits", "growth"), help="default: both")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="square numbers")
     parser.add_argument("--steps", type=int, nargs="+", default=list(AFTER), help="after which latents are compared")
     parser.add_argument("--degrees", type=int, nargs="+", default=list(DEGREES), help="a process each: 8 need 4 GB")
-    parser.add_argument("--picture-steps", type=int, default=12)
     parser.add_argument("--turns", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"machine": describe_machine(), "model": MODEL, "text": TEXT}
-    parts = options.part or ["growth", "bits"]
 
     def kept(rows: list[dict[str, Any]]) -> None:
         figures["growth"] = rows
         write_figures(figures, options.json)
 
-    if "growth" in parts:
-        growth(options, kept)
-    if "bits" in parts:
-        figures["bits"] = bits(options.picture_steps, options.degrees)
-    write_figures(figures, options.json)
+    growth(options, kept)
     print(figures["machine"]["text"])
 
 

@@ -15,12 +15,11 @@ and Harchol-Balter, NSDI 2006), and a latency counts from that time, also if the
 gets the same traces of small and large pictures of emoji-sd3, pictures of emoji-flux and videos of emoji-wan.
 ``poisson`` has exponential gaps; ``bursts`` gaps of a Gamma distribution with a coefficient of variation of 3, the
 family by which BurstGPT (Wang et al., arXiv:2401.17644) describes the bursts of requests to hosted models. The mix is
-even, or by --weights. A load of 1 is as many requests a second as the best server completes while 8 clients each
-send one after the other (measured in the same run), or with ``--capacity alone`` as the first server does one at a
-time. A request is in time at a factor if it takes at most so many times as long as alone, from its arrival until the
-client has the file, on the server that is fastest at that, or with ``--alone first`` on the first server; goodput is
-what is in time at 1.5, per second. With ``--deadline 0,1.5`` every trace is sent without deadlines, and with those of
-1.5 times the seconds alone, less what HTTP and the client took of them.
+even. A load of 1 is as many requests a second as the best server completes while 8 clients each send one after the
+other (measured in the same run). A request is in time at a factor if it takes at most so many times as long as alone,
+from its arrival until the client has the file, on the server that is fastest at that; goodput is what is in time at
+1.5, per second. With ``--deadline 0,1.5`` every trace is sent without deadlines, and with those of 1.5 times the
+seconds alone, less what HTTP and the client took of them.
 """
 
 from __future__ import annotations
@@ -287,27 +286,16 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20, help="turns of the pipeline and the server, one at a time")
     many = parser.add_argument_group("requests that wait for nobody")
     many.add_argument("--arrivals", type=lambda text: text.split(","), help="poisson, bursts or both, with a comma")
-    many.add_argument("--load", type=numbers, default=[0.5, 0.9], help="loads, with commas, see --capacity")
+    many.add_argument("--load", type=numbers, default=[0.5, 0.9], help="loads, with commas; of 1 is what the best does")
     many.add_argument("--server", action="append", metavar="OPTIONS", help="of `ditmesh serve`; may be repeated")
     many.add_argument("--kinds", type=lambda text: [kind_of(one) for one in text.split(",")],
                       default=[kind_of(one) for one in KINDS], help=",".join(KINDS))  # fmt: skip
-    many.add_argument("--weights", type=numbers, help="how often each kind comes, with commas; default: all alike")
     many.add_argument("--deadline", type=numbers, default=[GOOD], help="of requests, in times the seconds alone, with "
                       "commas; 0: none")  # fmt: skip
-    many.add_argument("--alone", choices=("fastest", "first"), default="fastest",
-                      help="the server of the seconds alone")  # fmt: skip
-    many.add_argument("--capacity", choices=("measured", "alone"), default="measured", help="what a load of 1 is: the "
-                      "requests a second that the best server completes in a closed loop of 8 clients, or those "
-                      "of the first server one at a time")  # fmt: skip
-    many.add_argument("--turns", action="store_true", help="all servers are up, and take turns with every trace; "
-                      "else one server after the other")  # fmt: skip
-    many.add_argument("--resume", type=Path, metavar="FOLDER", help="keep there what has been measured, and go on")
     many.add_argument("--seed", type=int, default=0, help="of the traces")
     arguments = parser.parse_args()
     if unknown := {*(arguments.arrivals or ())} - {"poisson", "bursts"}:
         parser.error(f"no such arrivals: {', '.join(sorted(unknown))}; use poisson, bursts or both")
-    if arguments.weights is not None and len(arguments.weights) != len(arguments.kinds):
-        parser.error(f"--weights has {len(arguments.weights)} for {len(arguments.kinds)} kinds; give one for each")
     if arguments.server and not arguments.arrivals:
         parser.error("--server needs --arrivals; give both, or neither")
     # Nothing is fetched.

@@ -15,10 +15,14 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+import numpy as np
 
 from figures import MEASURED, Tables, read
 from harness import command_line
@@ -36,6 +40,8 @@ TODAY = {
     "pipefusion": "PipeFusion, 4 patches",
     "naive": "naive",
 }
+WAYS = {f"window {tolerance}": f"a window of steps, tolerance {tolerance}" for tolerance in (0.1, 0.01)}
+WAYS |= {"displaced+linear": "displaced patches", "naive": "naive patches", "turning": "naive patches, cut in turn"}
 SAMPLERS = {"ddim": "DDIM", "dpm": "DPM-Solver++", "unipc": "UniPC", "ddpm": "DDPM", "euler": "Euler", "heun": "Heun"}
 Row = Sequence[str]
 
@@ -87,6 +93,12 @@ def of_images(row: dict[str, Any], base: dict[str, Any] | None = None) -> list[s
     return [mean_error(row["each"]), f"{min(row['each']):.1f}", f"{row['ssim']['value']:.4f}", less]
 
 
+def lines(name: str) -> list[dict[str, Any]]:
+    """The rows of a file that grows row by row; its first line says where they come from."""
+    text = (MEASURED / f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()[1:]]
+
+
 def small(value: float) -> str:
     """A relative difference."""
     return f"{value:.1e}".replace("e-0", "e-") if value else "0"
@@ -136,7 +148,7 @@ def gains() -> Iterator[Row]:
 def steps() -> Iterator[Row]:
     """Images of `steps.py` by the number of steps: keys as they are → moved on (gain; worst image)."""
     models = {"emoji-sd3": "euler", "emoji-flux": "euler", "emoji-dit-s": "ddim"}
-    rows = [json.loads(line) for line in (MEASURED / "steps.jsonl").read_text(encoding="utf-8").splitlines()[1:]]
+    rows = lines("steps")
     common = {"devices": 4, "warmup": "fixed(1)"}
     yield "steps", *models
 
@@ -154,6 +166,33 @@ def steps() -> Iterator[Row]:
                 means = f"{statistics.mean(plain):.1f} → {statistics.mean(moved):.1f}" if gain else ""
                 cells.append(f"{means} ({signed(gain).split(' (')[0]}; {min(moved):.1f})" if gain else "")
             yield f"{title}, {count}", *cells
+
+
+def by_devices(form: str, **wanted: Any) -> str:
+    """Numbers of `other_axes.py` for 2, 4 and 8 devices; nothing before all three are measured."""
+    some = [row for row in lines("other-axes") if wanted.items() <= row.items()]
+    for row in some:
+        mean, rounds, sent = (float(np.mean(row.get(key, 1))) for key in ("psnr", "rounds", "sent"))
+        row |= {"mean": mean, "worst": min(row["psnr"]), "MB": sent / 1e6, "ratio": row["steps"] / rounds}
+    return ", ".join(form.format(**row) for row in some) if len(some) == 3 else ""
+
+
+def axes() -> Iterator[Row]:
+    """Images of `other_axes.py` at 12 steps, and what all devices send for one image: of 2, 4 and 8 devices."""
+    yield "model", "devices have", "PSNR, dB", "worst image", "sent, MB"
+    for model, (way, title) in product(("emoji-flux", "emoji-sd3", "emoji-dit-s", "emoji-dit-l"), WAYS.items()):
+        cells = [by_devices(form, model=model, way=way, steps=12) for form in ("{mean:.1f}", "{worst:.1f}", "{MB:.2f}")]
+        if cells[0]:
+            yield f"`{model}`", title, *cells
+
+
+def rounds() -> Iterator[Row]:
+    """Windows of `other_axes.py` by the number of steps: steps over rounds, and decibels, of 2, 4 and 8 devices."""
+    yield "model", "tolerance", *(f"{steps} steps: {what}" for steps in (12, 28, 50) for what in ("over rounds", "dB"))
+    for model, tolerance in product(("emoji-flux", "emoji-sd3", "emoji-dit-s"), ("0.1", "0.01")):
+        forms = product((12, 28, 50), ("{ratio:.2f}", "{mean:.1f}"))
+        cells = (by_devices(form, model=model, way=f"window {tolerance}", steps=steps) for steps, form in forms)
+        yield f"`{model}`", tolerance, *cells
 
 
 def objectives() -> Iterator[Row]:
@@ -283,8 +322,10 @@ def moving() -> Iterator[Row]:
 
 def true_size() -> Iterator[Row]:
     """One step of DiT-XL/2's shapes."""
-    yield "256 tokens", "difference from one rank", "processor s", "tensors, GB", "predicted, GB"
-    for name, form in read("dit-xl-2-1")["models"]["dit-xl-2"]["forms"].items():
+    yield "tokens, ranks", "difference from one rank", "processor s", "tensors, GB", "predicted, GB"
+    models = [data["models"]["dit-xl-2"] for data in map(read, ("dit-xl-2-1", "dit-xl-2-2")) if data]
+    forms = {f"{model['tokens']:,}, {name}": form for model in models for name, form in model["forms"].items()}
+    for name, form in forms.items():
         difference, tensors = (max(rank[key] for rank in form["ranks"]) for key in ("difference", "tensors"))
         seconds = sum(rank["processor_seconds"] for rank in form["ranks"])
         sizes = (f"{size / 1e9:.2f}" for size in (tensors, form["predicted"]["tensors"]))
@@ -429,9 +470,9 @@ def files() -> Iterator[Row]:
 
 
 NAMES = (
-    "devices steps counts costs gains objectives samplers few_steps strategies codecs tokens videos distribution load "
-    "moving true_size links overhead deadlines training_speed training_curves reinforcement sameness degrees vae "
-    "memory files"
+    "devices steps axes rounds counts costs gains objectives samplers few_steps strategies codecs tokens videos "
+    "distribution load moving true_size links overhead deadlines training_speed training_curves "
+    "reinforcement sameness degrees vae memory files"
 )
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {name.replace("_", "-"): globals()[name] for name in NAMES.split()}
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)((?:\|.*\n)*)")

@@ -12,8 +12,8 @@ pictures. Ranks have one thread each; data are pictures that come with the packa
 (VmHWM, reset before it) less its resident memory before it, so activations, gradients, the optimizer's state and
 buffers of messages all count. Each mesh has fresh processes. Linux only.
 *speed*: contenders take turns, so that noise falls on all alike; a ratio compares the samples a second of one turn, and
-the median of the ratios counts. accelerate's loop is that of diffusers' scripts, with latents and captions encoded
-before.
+the median of the ratios counts. Other work on the machine hardly changes processor seconds. accelerate's loop is that
+of diffusers' scripts, with latents and captions encoded before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import write_figures
-from machine import describe_machine
+from machine import describe_machine, resident
 
 # Axes of `ParallelConfig` and other settings of the run, by the name of a line.
 CURVES: dict[str, dict[str, Any]] = {
@@ -46,11 +46,14 @@ CURVES: dict[str, dict[str, Any]] = {
     "ulysses=2": {"parallel": {"ulysses": 2}},
     "data=2": {"parallel": {"data": 2}},
     "data=2, ulysses=2": {"parallel": {"data": 2, "ulysses": 2}},
+    "data=2, ddp_bf16": {"parallel": {"data": 2}, "sharding": "ddp_bf16"},
 }
 MEMORY: dict[str, dict[str, Any]] = {
     "1 rank": {},
     "1 rank, gradient_checkpointing": {"gradient_checkpointing": True},
     "1 rank, mixed_precision: bf16": {"mixed_precision": "bf16"},
+    "1 rank, 4 samples in 4 forwards": {"global_batch_size": 4},
+    "1 rank, 4 samples in a forward": {"global_batch_size": 4, "train_batch_size": 4},
     "ulysses=2": {"parallel": {"ulysses": 2}},
     "ulysses=2, gradient_checkpointing": {"parallel": {"ulysses": 2}, "gradient_checkpointing": True},
 }
@@ -157,23 +160,28 @@ def memory_of_a_step(given: dict[str, Any]) -> int:
     return found[0]
 
 
-def resident(line: str) -> int:
-    """Bytes that the kernel says of this process."""
-    for entry in Path("/proc/self/status").read_text().splitlines():
-        if entry.startswith(f"{line}:"):
-            return int(entry.split()[1]) << 10
-    raise RuntimeError(f"/proc/self/status has no {line}")
+class Ends(list[tuple[float, float]]):
+    """When steps ended: by the clock, and in this process's processor seconds."""
+
+    def note(self, *_: Any) -> None:
+        """A step has ended."""
+        self.append((time.perf_counter(), time.process_time()))
+
+    def rate(self, samples: int) -> tuple[float, float]:
+        """Samples a second, and processor seconds a sample, of steps of so many; the first step is left out."""
+        seconds, busy = (last - first for first, last in zip(self[0], self[-1], strict=True))
+        return samples * (len(self) - 1) / seconds, busy / samples / (len(self) - 1)
 
 
-def rate(given: Any) -> float:
-    """Samples a second of a run, its first step left out."""
-    ends: list[float] = []
+def rate(given: Any) -> tuple[float, float]:
+    """Samples a second of a run, and this rank's processor seconds a sample."""
+    ends = Ends()
     with trainer_of(given) as trainer:
-        trainer.run(report=lambda _: ends.append(time.perf_counter()))
-    return trainer.config.batch * (len(ends) - 1) / (ends[-1] - ends[0])
+        trainer.run(report=ends.note)
+    return ends.rate(trainer.config.batch)
 
 
-def rate_of_accelerate(given: dict[str, Any]) -> float:
+def rate_of_accelerate(given: dict[str, Any]) -> tuple[float, float]:
     """The same run in accelerate's hands, as diffusers' scripts train SD3."""
     import torch
     import torch.distributed as dist
@@ -207,7 +215,7 @@ def rate_of_accelerate(given: dict[str, Any]) -> float:
     model: Any = pipe.transformer.train()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=config.optimizer.learning_rate, weight_decay=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    scheduler, ends, batches = pipe.scheduler, [], iter(())
+    scheduler, ends, batches = pipe.scheduler, Ends(), iter(())
     while len(ends) < (config.optimizer.max_train_steps or 0):
         batch = next(batches, None)
         if batch is None:
@@ -229,9 +237,9 @@ def rate_of_accelerate(given: dict[str, Any]) -> float:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        ends.append(time.perf_counter())
+        ends.note()
     accelerator.free_memory()
-    return PER_STEP * (len(ends) - 1) / (ends[-1] - ends[0])
+    return ends.rate(PER_STEP)
 
 
 # --- the parts -----------------------------------------------------------------------------------------------------
@@ -243,6 +251,10 @@ def curves(options: argparse.Namespace, work: Path, console: Console) -> dict[st
 
     found: dict[str, list[float]] = {}
     for name, settings in CURVES.items():
+        if (options.only and name not in ("1 rank", *options.only)) or (
+            options.reproducible and "sharding" in settings
+        ):
+            continue
         more = {"train_batch_size": 1, "global_batch_size": 4, "from_scratch": True, "learning_rate": 1e-3}
         more |= {
             "max_train_steps": options.steps or 200,
@@ -269,10 +281,12 @@ def memory(options: argparse.Namespace, work: Path, console: Console) -> dict[st
     model = str(larger_model(work / "model"))
     found: dict[str, int] = {}
     for name, settings in MEMORY.items():
-        given = run_of("memory", model, work, settings, train_batch_size=1, max_train_steps=1)
+        if options.only and name not in ("1 rank", *options.only):
+            continue
+        given = run_of("memory", model, work, {"train_batch_size": 1, **settings}, max_train_steps=1)
         with RankPool(ranks_of(settings), threads=1) as pool:
             found[name] = max(pool.run(memory_of_a_step, given))
-    table = Table(title="one optimizer step, 4,096 image tokens, one sample, float32, AdamW")
+    table = Table(title="one optimizer step, 4,096 image tokens, one sample if not said, float32, AdamW")
     for column in ("", "MiB a rank adds", "of 1 rank"):
         table.add_column(column, justify="right" if column else "left")
     for name, size in found.items():
@@ -290,7 +304,8 @@ def speed(options: argparse.Namespace, work: Path, console: Console) -> dict[str
     def run(settings: dict[str, Any] | None) -> dict[str, Any]:
         return run_of("speed", model, work, {**more, **(settings or {})})
 
-    return in_turns(SPEED, run, options.repeats, title, console)
+    lines = {name: line for name, line in SPEED.items() if not options.only or name in options.only}
+    return in_turns(lines, run, options.repeats, title, console)
 
 
 def in_turns(
@@ -300,28 +315,30 @@ def in_turns(
     title: str,
     console: Console,
 ) -> dict[str, Any]:
-    """Samples a second of contenders that take turns; ratios are those of one turn."""
+    """Samples a second, and all ranks' processor seconds a sample, of contenders that take turns."""
     from ditmesh.launch import RankPool
 
-    found: dict[str, list[float]] = {name: [] for name in lines}
+    found, busy = ({name: list[float]() for name in lines} for _ in range(2))
     pools = {ranks: RankPool(ranks, threads=1) for ranks in (1, 2)}
     for _ in range(repeats):
         for name, settings in lines.items():
-            measured: Callable[..., float] = rate_of_accelerate if settings is None else rate
-            found[name].append(min(pools[ranks_of(settings)].run(measured, run(settings))))
+            measured: Callable[..., Any] = rate_of_accelerate if settings is None else rate
+            rates, used = zip(*pools[ranks_of(settings)].run(measured, run(settings)), strict=True)
+            found[name].append(min(rates))
+            busy[name].append(sum(used))
     for pool in pools.values():
         pool.close()
     first, *_, last = found
     table = Table(title=title)
-    for column in ("", "samples/s, median", f"of {first}, median", "min", "max", f"of {last}, median"):
+    for column in ("", "samples/s, median", f"of {first}, median", "min", "max", f"of {last}, median", "processor s"):
         table.add_column(column, justify="right" if column else "left")
     for name, values in found.items():
         r = [value / one for value, one in zip(values, found[first], strict=True)]
         against = statistics.median(value / one for value, one in zip(values, found[last], strict=True))
         row = f"{statistics.median(values):.2f}", f"{statistics.median(r):.2f}x", f"{min(r):.2f}", f"{max(r):.2f}"
-        table.add_row(name, *row, f"{against:.2f}x")
+        table.add_row(name, *row, f"{against:.2f}x", f"{statistics.median(busy[name]):.2f}")
     console.print(table)
-    return {"samples a second": found}
+    return {"samples a second": found, "processor seconds a sample": busy}
 
 
 PARTS = {"curves": curves, "memory": memory, "speed": speed}
@@ -337,14 +354,17 @@ def measure(parser: argparse.ArgumentParser, parts: dict[str, Callable[..., Any]
     for name in options.parts or parts:
         with tempfile.TemporaryDirectory(prefix="ditmesh-bench-") as work:
             result[name] = parts[name](options, Path(work), console)
+        write(result, options.json)
     console.print(result["machine"]["text"])
-    write(result, options.json)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="of a curve (200), of a turn of speed (5)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of speed")
+    parser.add_argument(
+        "--only", nargs="+", help="contenders; the first of speed is compared with, and one rank of the others"
+    )
     parser.add_argument("--reproducible", action="store_true", help="curves with `reproducible: true`")
     measure(parser, PARTS, write_figures)
 

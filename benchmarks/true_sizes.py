@@ -9,9 +9,9 @@ reads its part of them (`ditmesh.generate.shares.load_transformer`), every form 
 each.
 
 Of every form: the largest difference from one rank's output over that output's largest magnitude, which must be 1e-4 at
-most in float32; seconds of the step and processor seconds of all ranks; of the worst rank the bytes of tensors and of
-the process, each with what is predicted (`ditmesh.memory`). Ranks trust their inputs:
-comparing digests of the weights, once before the first step, is not what is measured.
+most in float32; seconds of the step and processor seconds of all ranks; of the worst rank the bytes of tensors, with
+what is predicted (`ditmesh.memory`). Ranks trust their inputs: comparing digests of the weights, once before the first
+step, is not what is measured.
 
     python benchmarks/true_sizes.py --json figures.json
     python benchmarks/true_sizes.py --models wan-1.3b --forms "1 rank" "ulysses=2 shard=2" --folder weights
@@ -23,11 +23,8 @@ compute one rank's output again, unless it is asked for. Differences and bytes n
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import sys
-import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 from harness import command_line, write_figures
-from machine import counted, describe_machine, give_freed_memory_back
+from machine import counted, describe_machine
 
 ALONE = "1 rank"
 FORMS = (ALONE, "ulysses=2", "ulysses=2 shard=2", "ring=2 shard=2", "tensor=2")
@@ -144,57 +141,6 @@ def save(case: Case, folder: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def status(*names: str) -> int:
-    """Bytes that the kernel says of this process, added up."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.split(":")[0] in names)
-
-
-class Own:
-    """The most of RssAnon and RssShmem, looked at all the time by a thread.
-
-    Args:
-        pause: seconds between two looks.
-    """
-
-    def __init__(self, pause: float = 0.002) -> None:
-        self._peak, self._pause, self._over = 0, pause, threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def most(self) -> int:
-        """Since the last time."""
-        peak, self._peak = max(self._peak, status("RssAnon", "RssShmem")), 0
-        return peak
-
-    def close(self) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._over.is_set():
-            self._peak = max(self._peak, status("RssAnon", "RssShmem"))
-            time.sleep(self._pause)
-
-
-def before_models(config: dict[str, Any]) -> dict[str, int]:
-    """On a rank: what the process has once it has drawn a picture of an embedded model; of that, what is its own."""
-    import ditmesh
-    from ditmesh import zoo
-    from ditmesh.generate.runner import quieten
-
-    quieten()
-    give_freed_memory_back()
-    warm = ditmesh.load(zoo.path("emoji-sd3"), config if config.get("pipe", 1) == 1 else {"ulysses": 2})
-    warm.set_progress_bar_config(disable=True)
-    warm("a red fox", num_inference_steps=1)
-    ditmesh.restore(warm)
-    del warm
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    return {"resident": status("VmRSS"), "own": status("RssAnon", "RssShmem")}
-
-
 def inputs_of(model: Any, case: Case, dtype: torch.dtype) -> dict[str, Any]:
     """What a pipeline passes in a step, with random latents and text; of PixArt's text the last third is padding."""
     generator = torch.Generator().manual_seed(1)
@@ -229,20 +175,14 @@ def measured(case: Case, folder: str, form: str, dtype: torch.dtype, timeout: fl
     from ditmesh.generate.shares import load_transformer
     from ditmesh.strategies.sharded import ShardedWeights
 
-    config = config_of_form(form)
-    start = before_models({} if form == ALONE else config.model_dump())
-    own, began = Own(0.02), time.perf_counter()
+    config, began = config_of_form(form), time.perf_counter()
     mesh = Mesh(config, timeout=timeout)
     model = load_transformer(getattr(diffusers, case.transformer), folder, config, mesh, dtype)
     sharded = None
     if form != ALONE:
         ditmesh.parallelize(model, config, mesh=mesh, timeout=timeout)
         sharded = ditmesh.engine_of(model).models[0].find(ShardedWeights)
-    found: dict[str, Any] = {
-        "load_seconds": time.perf_counter() - began,
-        "load": own.most(),
-        "start": start["resident"],
-    }
+    found: dict[str, Any] = {"load_seconds": time.perf_counter() - began}
     weights = [*model.parameters(), *model.buffers(), *(unit.piece for unit in (sharded.units if sharded else ()))]
     alive, given = LiveBytes(weights), inputs_of(model, case, dtype)
     with torch.no_grad(), counted(alive):
@@ -250,11 +190,7 @@ def measured(case: Case, folder: str, form: str, dtype: torch.dtype, timeout: fl
         output = model(**given)[0].float()
         found["seconds"], found["processor_seconds"] = time.perf_counter() - began, time.process_time() - busy
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in weights}
-    found |= {"weights": sum(held.values()), "tensors": sum(held.values()) + alive.peak, "step": own.most()}
-    own.close()
-    for phase in ("load", "step"):
-        # Code and tables that are mapped are a process's, too.
-        found[phase] += start["resident"] - start["own"]
+    found |= {"weights": sum(held.values()), "tensors": sum(held.values()) + alive.peak}
     truth = Path(folder) / f"output-{str(dtype).removeprefix('torch.')}.pt"
     if form == ALONE:
         torch.save(output, truth)
@@ -273,22 +209,16 @@ def config_of_form(form: str) -> Any:
     return ParallelConfig() if form == ALONE else parse_config(form).model_copy(update={"inputs": "trust"})
 
 
-def predicted(case: Case, form: str, dtype: torch.dtype, start: float) -> dict[str, float]:
-    """Bytes of the process when it has loaded and in the step, and of tensors."""
+def predicted(case: Case, form: str, dtype: torch.dtype) -> dict[str, float]:
+    """Bytes of tensors in the step."""
     from ditmesh.memory.phases import Component, Components, needs
     from ditmesh.memory.sizes import Workload
 
     components = Components(case.name, (Component(case.transformer, case.settings),))
     width, height = case.pixels
     request = Workload(case.rows, case.cols, case.frames, case.text, width=width, height=height)
-    (whole,) = needs(components, config_of_form(form), request, dtype, start)
-    (tensors,) = needs(components, config_of_form(form), request, dtype)
-    load, step = whole.phases
-    return {
-        "load": load.total,
-        "step": step.total,
-        "tensors": tensors.phases[1].weights + tensors.phases[1].activations,
-    }
+    (found,) = needs(components, config_of_form(form), request, dtype)
+    return {"tensors": found.phases[1].weights + found.phases[1].activations}
 
 
 def line(form: str, figures: dict[str, Any]) -> str:
@@ -299,9 +229,8 @@ def line(form: str, figures: dict[str, Any]) -> str:
         f"{max(rank['seconds'] for rank in ranks):.1f}",
         f"{sum(rank['processor_seconds'] for rank in ranks):.1f}",
     ]
-    for what in ("tensors", "step"):
-        most = max(rank[what] for rank in ranks)
-        cells.append(f"{guess[what] / 1e9:.2f} / {most / 1e9:.2f} GB ({guess[what] / most - 1:+.1%})")
+    most = max(rank["tensors"] for rank in ranks)
+    cells.append(f"{guess['tensors'] / 1e9:.2f} / {most / 1e9:.2f} GB ({guess['tensors'] / most - 1:+.1%})")
     return f"| {form} | {' | '.join(cells)} |"
 
 
@@ -311,7 +240,7 @@ def run_form(case: Case, folder: Path, form: str, dtype: torch.dtype, timeout: f
 
     with RankPool(config_of_form(form).world_size, threads=1, device="cpu", timeout=timeout) as pool:
         ranks = pool.run(measured, case, str(folder), form, dtype, timeout)
-    guess = predicted(case, form, dtype, float(max(rank["start"] for rank in ranks)))
+    guess = predicted(case, form, dtype)
     right = all(rank["finite"] and rank["spread"] > 0 for rank in ranks)
     close = dtype != torch.float32 or max(rank["difference"] for rank in ranks) <= BOUND
     return {"ranks": ranks, "predicted": guess, "right": right and close}
@@ -348,7 +277,7 @@ def main() -> None:
             print(
                 f"\n{name}, {case.pixels[0]} x {case.pixels[1]}, {parts} tokens, {options.dtype}; predicted / measured"
             )
-            print("| | difference | seconds | processor s | tensors | process |\n|---|---|---|---|---|---|", flush=True)
+            print("| | difference | seconds | processor s | tensors |\n|---|---|---|---|---|", flush=True)
             found = figures["models"][name] = {"tokens": case.tokens, "blocks": options.blocks, "forms": {}}
             for form in forms:
                 try:
@@ -358,7 +287,7 @@ def main() -> None:
                 except Exception as error:
                     said = " ".join(str(error).split())
                     found["forms"][form], wrong = {"failed": said}, wrong + 1
-                    print(f"| {form} | {said[:160]} | | | | |", flush=True)
+                    print(f"| {form} | {said[:160]} | | | |", flush=True)
                 write_figures(figures, options.json)
     print(f"\n{figures['machine']}")
     raise SystemExit(f"{wrong} forms failed or are further from one rank than {BOUND:g}" if wrong else 0)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 from harness import command_line, write_figures
-from machine import describe_machine
+from machine import describe_machine, resident
 
 CHANNELS = 16
 SETTINGS: dict[str, Any] = {
@@ -32,14 +32,6 @@ SETTINGS: dict[str, Any] = {
     "use_quant_conv": False,
     "use_post_quant_conv": False,
 }
-
-
-def resident(name: str) -> int:
-    """Bytes of this process's memory: now (VmRSS), or at most (VmHWM)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"the kernel does not say {name}")
 
 
 def decoded(size: int, dtype: str, runs: int) -> dict[str, Any]:

@@ -6,8 +6,18 @@ import pytest
 from test_parity import name_of
 
 from ditmesh.config import ParallelConfig
-from support.gradients import STALE, mixed_precision, ordered_data, ordered_step, refusals, trained, training_step
+from support.gradients import (
+    STALE,
+    bytes_of_a_step,
+    mixed_precision,
+    ordered_data,
+    ordered_step,
+    refusals,
+    trained,
+    training_step,
+)
 from support.models import MAKERS
+from support.parity import without_exchange
 
 MODELS = ["DiT", "PixArt", "SD3", "Flux", "Wan", "CogVideoX", "HunyuanVideo"]
 # Every strategy and every model; the rest of the product is the matrix.
@@ -56,6 +66,17 @@ def test_adapters(ranks, config):
     ):
         for step, (error, name) in found.items():
             assert error <= EXACT["float64"], (step, error, name)
+
+
+def test_bytes_of_a_training_step(ranks):
+    """Forward and backward send what shapes say, and without the exchange of attention the output alone."""
+    # Of a rank: float32, two samples, 32 of 64 tokens, 64 channels; and of each of three blocks.
+    piece, pool = 4 * 2 * 32 * 64, ranks(2)
+    # Half of the heads of q, k, v and the output; keys and values, in backward again, and their gradients twice.
+    for axis, forward, backward in (("ulysses", 4 * piece // 2, 4 * piece // 2), ("ring", 2 * piece, 6 * piece)):
+        expected = [{axis: 3 * sent, "sequence": piece} for sent in (forward, backward)]
+        assert pool.run(bytes_of_a_step, "DiT", {axis: 2}) == [expected] * 2
+        assert pool.run(without_exchange, bytes_of_a_step, "DiT", {axis: 2}) == [[{"sequence": piece}] * 2] * 2
 
 
 WAYS = ["DDP", "FSDP2", "reduce_gradients"]

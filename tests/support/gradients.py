@@ -195,6 +195,21 @@ def _training_step(
     return found
 
 
+def bytes_of_a_step(name: str, config: dict[str, Any]) -> list[dict[str, int]]:
+    """Bytes that this rank sends by axis in a forward, and in its backward."""
+    model, size = copy.deepcopy(tiny(name)), sizes(name)["B=2 ragged"]
+    with ditmesh.parallelized(model, config):
+        traffic = ditmesh.engine_of(model).mesh.traffic
+        # The first call is compared with one device.
+        loss_of(model, fresh(name, size, torch.float32))
+        traffic.reset()
+        loss = loss_of(model, fresh(name, size, torch.float32))
+        forward = dict(traffic.bytes_sent)
+        traffic.reset()
+        loss.backward()
+        return [forward, dict(traffic.bytes_sent)]
+
+
 def three_steps(model: nn.Module, call: nn.Module, name: str, seeds: list[int], finish: Any) -> dict[str, Tensor]:
     """Three steps of AdamW on means over calls with inputs of these seeds; the parameters after them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
 import ditmesh
 from ditmesh.comm.mesh import Mesh
@@ -27,12 +29,12 @@ class Branches(nn.Module):
         return sum((getattr(self, name)(tokens) for name in uses.split()), torch.zeros(()))
 
 
-def gradients_of(steps: list[list[str]], ranks: int) -> list[dict[str, torch.Tensor]]:
+def gradients_of(steps: list[list[str]], ranks: int, sharding: Any = "ddp") -> list[dict[str, torch.Tensor]]:
     """Gradients of each step on data ranks, where the forward of each micro-batch uses some layers."""
     mesh = Mesh(ditmesh.ParallelConfig(data=ranks))
     model = Branches()
     modules = nn.ModuleDict({"transformer": model})
-    sync = GradientSync(modules, mesh, "ddp", TensorSlicesOf(model, mesh, "transformer."))
+    sync = GradientSync(modules, mesh, sharding, TensorSlicesOf(model, mesh, "transformer."))
     gradients: list[dict[str, torch.Tensor]] = []
     try:
         for step, micro_batches in enumerate(steps):
@@ -71,6 +73,31 @@ def test_ranks_have_the_sum_of_all_micro_batches(ranks, steps, overlaps):
             for name, gradient in ours.items():
                 expected = whole.get(name, torch.zeros_like(gradient))
                 assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-6), (step, name)
+
+
+def sent_and_gradients(sharding: str) -> tuple[list[tuple[torch.dtype, int]], dict[str, torch.Tensor]]:
+    """Dtype and elements of what torch's hook sends in two steps, and the gradients of the second."""
+    sent, own = [], hooks.dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append((tensor.dtype, tensor.numel()))
+        return own(tensor, *args, **kwargs)
+
+    with mock.patch.object(hooks, "dist", mock.Mock(wraps=hooks.dist, all_reduce=all_reduce)):
+        *_, last = gradients_of([["first second"] * 2] * 2, 2, sharding)
+    return sent, last
+
+
+def test_gradients_in_half_of_the_bytes(ranks):
+    """From the second step on every gradient travels in bfloat16, once; and the negative control."""
+    for (sent, ours), (nothing, exact) in zip(
+        *(ranks(2).run(sent_and_gradients, way) for way in ("ddp_bf16", "ddp")), strict=True
+    ):
+        assert sent == [(torch.bfloat16, 2 * (4 * 4 + 4))]
+        assert nothing == []
+        for name in ("first.weight", "second.bias"):
+            apart = float((ours[name] - exact[name]).norm() / exact[name].norm())
+            assert 1e-5 < apart < 2**-7, name
 
 
 def left_out_later(last: list[str]) -> Any:

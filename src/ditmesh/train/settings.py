@@ -14,7 +14,7 @@ Pixels = Annotated[int, Field(ge=1, le=MAX_PIXELS)]
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Bits = Literal["bf16", "int8", "fp8", "nf4"]
-Sharding = Literal["auto", "none", "ddp", "fsdp"]
+Sharding = Literal["auto", "none", "ddp", "ddp_bf16", "fsdp"]
 
 # The name of a pipeline's transformer for other noise levels than those of the first.
 SECOND = "transformer_2"
@@ -190,7 +190,8 @@ class ModelConfig(SettingsGroup):
     sharding: Sharding = Field(
         default="auto",
         description="``ddp`` (DistributedDataParallel) or ``fsdp`` (FSDP2) over the data and sequence ranks, or "
-        "``none`` (gradients are averaged after the backward pass); ``auto``: ``ddp``, in reproducible mode ``none``.",
+        "``none`` (gradients are averaged after the backward pass); ``auto``: ``ddp``, in reproducible mode ``none``. "
+        "``ddp_bf16`` sends gradients in bfloat16: half of the bytes, and other losses by its rounding.",
     )
     gradient_checkpointing: bool = Field(default=False, description="Recompute blocks in the backward pass.")
     weighting_scheme: Literal["none", "logit_normal", "mode", "sigma_sqrt", "cosmap"] = Field(

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import ConfigError
@@ -27,9 +28,10 @@ class Overlapped(nn.Module):
     Args:
         modules: of which every weight that is trained gets a gradient in every backward pass.
         called: the transformer, among them.
+        half: gradients travel, and are added up, in bfloat16.
     """
 
-    def __init__(self, modules: nn.ModuleDict, called: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, modules: nn.ModuleDict, called: nn.Module, group: dist.ProcessGroup, half: bool = False) -> None:
         super().__init__()
         self._names = {id(p): name for name, p in modules.named_parameters() if p.requires_grad}
         self._arrived: set[int] = set()
@@ -46,6 +48,9 @@ class Overlapped(nn.Module):
             gradient_as_bucket_view=True,
             **cast(Any, {_BUFFERS: False}),
         )
+        if half:
+            # By its own name torch refuses the hook without CUDA, and it works.
+            self._ddp.register_comm_hook(group, lambda state, bucket: bf16_compress_hook(state, bucket))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._ddp(*args, **kwargs)

@@ -116,14 +116,15 @@ class GradientSync:
                     # Of a weight that is not used, or of a rank without micro-batches.
                     parameter.grad = torch.zeros_like(parameter)
             reduce_gradients(self._modules, self._mesh)
-            if self._kind == "ddp" and group is not None:
+            if self._kind.startswith("ddp") and group is not None:
                 # Gradients travel during later backward passes, if no weight of any rank was unused.
                 everywhere = torch.tensor(unused, device=self._mesh.device)
                 dist.all_reduce(everywhere, group=group)
                 if everywhere.item():
                     self._kind = "none"
                 else:
-                    self.transformer = self._overlapped = Overlapped(self._modules, self.transformer, group)
+                    half = self._kind == "ddp_bf16"
+                    self.transformer = self._overlapped = Overlapped(self._modules, self.transformer, group, half)
         gradients = [p.grad for p in self._modules.parameters() if p.grad is not None]
         if not self.is_sum and group is not None and gradients:
             # DDP, FSDP2 and `reduce_gradients` take the mean.
