@@ -25,7 +25,6 @@ from ditmesh.errors import RankFailed
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.outputs import outputs_of
 from ditmesh.generate.receipt import read_receipt
-from ditmesh.generate.steps import loop_steps
 from ditmesh.launch import RankPool
 from ditmesh.recipe import RECIPE, keeps_between_steps
 from ditmesh.serve.offers import ModelSpec
@@ -301,15 +300,6 @@ def test_a_preview_is_of_the_middle_frame_and_of_tokens_of_any_packing():
     assert Image.open(io.BytesIO(data)).size == tuple(size) == (84, 126)
 
 
-def test_steps_are_those_of_the_loop():
-    flow = diffusers.FlowMatchEulerDiscreteScheduler()
-    flow.set_timesteps(10)
-    assert loop_steps(SimpleNamespace(scheduler=flow), 9) == 10
-    flow.set_begin_index(4)
-    assert loop_steps(SimpleNamespace(scheduler=flow), 9) == 6
-    assert loop_steps(None, 3) == 3
-
-
 def serve_broken(specs: Any, *, report: Any, rows: int, rank: int, tasks: int) -> None:
     """As `serve_rank`, with a transformer that fails on one rank (-1: all) with so many rows, as without memory.
 
@@ -490,5 +480,5 @@ def test_input_pictures_and_masks(ranks, config, tmp_path):
     truth = pixels(pipe(PROMPTS[1], **call, generator=generator).images[0])
     assert abs(picture(said, "1") - truth).max() <= 1
     assert abs(picture(said, "0") - alone(PROMPTS[0], 0)).max() <= 1
-    assert [one.step for one in of(said, TaskStepped, "1")] == [1, 2, 3]
+    assert [(one.step, one.steps) for one in of(said, TaskStepped, "1")] == [(1, 3), (2, 3), (3, 3)]
     assert of(said, Finished, "1")[0].receipt["pipeline"] == "StableDiffusion3Img2ImgPipeline"
