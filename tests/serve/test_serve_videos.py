@@ -191,7 +191,7 @@ def test_a_video_goes_on_in_the_chunk_in_which_it_was_paused(ranks, config: dict
     said = Owner(script, 4).serve(ranks(2 if config else 1), [spec])
     order = [id for id, _ in groupby(message.id for message in of(said, TaskStepped))]
     assert order == ["video", "hurried", "third", "video", "whole"]
-    made = {id: [one.data for one in of(said, (Frames, Finished), id)] for id in order}
+    made = {id: [one.data for kind in (Frames, Finished) for one in of(said, kind, id)] for id in order}
     assert list(map(len, made.values())) == [4] * 4
     # Apart from the receipt, which has the seconds.
     assert made["video"][:3] == made["whole"][:3]
