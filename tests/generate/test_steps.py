@@ -75,13 +75,19 @@ def in_chunks(folder: Path, out: Path, config: ParallelConfig) -> tuple[list[lis
     return parts, digests
 
 
-CONFIGS = [{}, {"ulysses": 2}, pytest.param({"ulysses": 2, "vae": "bands"}, marks=pytest.mark.matrix)]
+CASES = [
+    pytest.param(False, {}, id="one"),
+    pytest.param(True, {"ulysses": 2}, id="two"),
+    pytest.param(True, {"ulysses": 2, "vae": "bands"}, id="bands", marks=pytest.mark.matrix),
+    pytest.param(False, {"ulysses": 2}, id="emoji-two", marks=pytest.mark.matrix),
+    pytest.param(False, {"ring": 2, "exchange": "gather"}, id="emoji-gather", marks=pytest.mark.matrix),
+]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["one", "two", "bands"])
-def test_frames_are_written_chunk_by_chunk(ranks, config: dict[str, Any], tmp_path: Path):
+@pytest.mark.parametrize(("tiny", "config"), CASES)
+def test_frames_are_written_chunk_by_chunk(ranks, tiny: bool, config: dict[str, Any], tmp_path: Path):
     (out := tmp_path / "out").mkdir()
-    folder = save_tiny_anyflow(tmp_path) if config else zoo.path("emoji-anyflow")
+    folder = save_tiny_anyflow(tmp_path) if tiny else zoo.path("emoji-anyflow")
     given = folder, out, ParallelConfig(**config)
     with pytest.raises(InputError, match=r"frames 9: AnyFlowFARPipeline makes 17, in chunks of 1\+2\+2; use 17"):
         find_model(folder).check_frames(9)

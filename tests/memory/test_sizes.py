@@ -12,7 +12,7 @@ import diffusers
 import pytest
 import torch
 
-from ditmesh import ParallelConfig
+from ditmesh import ParallelConfig, zoo
 from ditmesh.cli.values import parse_settings
 from ditmesh.errors import InputError
 from ditmesh.generate import runner
@@ -25,7 +25,8 @@ from ditmesh.lab.plan.subject import subject
 from ditmesh.memory import check as memory
 from ditmesh.memory import walk
 from ditmesh.memory.catalogue import shapes
-from ditmesh.memory.check import check_memory
+from ditmesh.memory.check import check_memory, components_of
+from ditmesh.memory.phases import keys_of_chunks, needs
 from ditmesh.memory.sizes import usual_frames, workload_of
 from ditmesh.request import Offload
 from support.more_pipelines import FAMILIES, draw
@@ -99,8 +100,7 @@ def test_all_count_what_the_transformer_is_called_with(
     monkeypatch.setattr(memory, "check_memory", lambda *args, **_: checked.append(args[4]))
     job = PictureJob(model=str(tmp_path), name="tiny", pipeline_class=info.pipeline_class, prompts=("a",), out=".")
     job = job.changed(config=ParallelConfig())
-    width, height = size or (None, None)
-    runner.fitting_job(job.changed(width=width, height=height, frames=frames), torch.device("cpu"))
+    runner.fitting_job(job.changed(width=size[0], height=size[1], frames=frames), torch.device("cpu"))
     assert checked[0].image == there
     # Of one more latent frame there are as many tokens more as a frame has.
     step = (info.frame_counts or FrameCounts()).step
@@ -256,3 +256,20 @@ def test_sizes_that_are_not_used_are_refused(
         main(words)
     assert left.value.code == 2
     assert says in " ".join(capfd.readouterr().err.split())
+
+
+def test_keys_of_a_video_in_chunks_are_named():
+    pipe, kept = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-anyflow")), list[Any]()
+
+    def look(_: Any, __: Any, given: dict[str, Any]) -> None:
+        kept.extend(tensor.nbytes for layer in given["kv_cache"].values() for tensor in layer.values())
+        raise InterruptedError
+
+    pipe.transformer.register_forward_pre_hook(look, with_kwargs=True)
+    with pytest.raises(InterruptedError):
+        pipe("a fox", width=32, height=32, num_frames=17, guidance_scale=3.0)
+    info = find_model("emoji-anyflow")
+    workload = workload_of(info, (32, 32), guidance=True)
+    assert keys_of_chunks(info.transformer, workload, torch.float32) == pytest.approx(sum(kept), rel=0.1)
+    with pytest.raises(InputError, match=r"beside 0.0\d+ GB of keys and values that every rank allocates; known are"):
+        needs(components_of(info), ParallelConfig(ulysses=2), workload, torch.float32)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import random
-import sys
-import threading
-import time
 from dataclasses import replace
 from functools import partial, wraps
 from types import SimpleNamespace
@@ -25,11 +21,10 @@ from ditmesh import zoo
 from ditmesh.config import ParallelConfig
 from ditmesh.core.digests import weights_fingerprint
 from ditmesh.core.files import digest_of_file
-from ditmesh.errors import InputError, RankFailed
+from ditmesh.errors import RankFailed
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.outputs import outputs_of
 from ditmesh.generate.receipt import read_receipt
-from ditmesh.generate.steps import loop_steps
 from ditmesh.launch import RankPool
 from ditmesh.recipe import RECIPE, keeps_between_steps
 from ditmesh.serve.offers import ModelSpec
@@ -48,7 +43,6 @@ from ditmesh.serve.worker.protocol import (
     TaskFailed,
     TaskStepped,
 )
-from ditmesh.serve.worker.worker import give_way
 from support.batching import (
     STEPS,
     Owner,
@@ -306,15 +300,6 @@ def test_a_preview_is_of_the_middle_frame_and_of_tokens_of_any_packing():
     assert Image.open(io.BytesIO(data)).size == tuple(size) == (84, 126)
 
 
-def test_steps_are_those_of_the_loop():
-    flow = diffusers.FlowMatchEulerDiscreteScheduler()
-    flow.set_timesteps(10)
-    assert loop_steps(SimpleNamespace(scheduler=flow), 9) == 10
-    flow.set_begin_index(4)
-    assert loop_steps(SimpleNamespace(scheduler=flow), 9) == 6
-    assert loop_steps(None, 3) == 3
-
-
 def serve_broken(specs: Any, *, report: Any, rows: int, rank: int, tasks: int) -> None:
     """As `serve_rank`, with a transformer that fails on one rank (-1: all) with so many rows, as without memory.
 
@@ -495,37 +480,5 @@ def test_input_pictures_and_masks(ranks, config, tmp_path):
     truth = pixels(pipe(PROMPTS[1], **call, generator=generator).images[0])
     assert abs(picture(said, "1") - truth).max() <= 1
     assert abs(picture(said, "0") - alone(PROMPTS[0], 0)).max() <= 1
-    assert [one.step for one in of(said, TaskStepped, "1")] == [1, 2, 3]
+    assert [(one.step, one.steps) for one in of(said, TaskStepped, "1")] == [(1, 3), (2, 3), (3, 3)]
     assert of(said, Finished, "1")[0].receipt["pipeline"] == "StableDiffusion3Img2ImgPipeline"
-
-
-def serve_unlike(specs: Any, *, report: Any) -> None:
-    """As `serve_rank`, with files that are not there on rank 1, while rank 0 waits for it to load them."""
-    whole = LoadedModel._load
-
-    def load(self: Any, *arguments: Any) -> Any:
-        if dist.get_rank() == 1:
-            raise InputError("no such file here")
-        dist.barrier()
-        return whole(self, *arguments)
-
-    LoadedModel._load = load
-    worker.serve_rank(specs, report=report)
-
-
-def test_a_rank_that_cannot_load_a_model_alone_fails_at_once():
-    with RankPool(2, threads=1, timeout=60.0) as pool:
-        began = time.monotonic()
-        with pytest.raises(RankFailed, match="rank 1 of 2 raised InputError: no such file here"):
-            Owner(at_once(), 1).serve(pool, [spec(ulysses=2)], serve_unlike)
-        assert time.monotonic() - began < 20.0
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads have priorities of their own on Linux")
-def test_a_thread_that_gives_way_is_the_only_one() -> None:
-    before, found = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), []
-    thread = threading.Thread(target=lambda: (give_way(), found.append(os.getpriority(os.PRIO_PROCESS, 0))))
-    thread.start()
-    thread.join()
-    assert found == [min(19, before + 10)]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,32 +211,6 @@ def test_ranks_that_do_not_start_are_started_again_after_a_while(tmp_path: Path)
 
 
 # ---- what a server needs of a pool
-
-
-def test_replies_come_from_any_thread(ranks: Callable[[int], RankPool]) -> None:
-    """Also when a rank does not read for a while."""
-    pool, size = ranks(2), 3_000_000
-    started = threading.Event()
-
-    def send(thread: int) -> None:
-        started.wait()
-        for number in range(5):
-            pool.reply((thread, number, b"x" * size))
-
-    threads = [threading.Thread(target=send, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    answers = pool.run(on_rank.take_replies, 20, on_message=lambda rank, message: started.set())
-    for thread in threads:
-        thread.join()
-    for heard in answers:
-        assert sorted(heard) == [(thread, number, size) for thread in range(4) for number in range(5)]
-        for thread in range(4):
-            # Each thread's in its order.
-            assert [number for one, number, _ in heard if one == thread] == [0, 1, 2, 3, 4]
-    # To no call: dropped.
-    pool.reply("late")
-    assert pool.run(on_rank.identity) == [(0, 2, None), (1, 2, None)]
 
 
 def test_a_watch_breaks_a_call_off_and_says_what_was_missed() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from io import BytesIO
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from ditmesh.media.videos import read_frames
 from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.service import Service
 from ditmesh.serve.settings import ApiSettings, ServiceSettings
+from ditmesh.serve.worker.protocol import Finished, Frames, ModelReady, TaskStepped
+from support.batching import Owner, of, task
 from support.serving import serving
 from support.tiny import save_tiny_anyflow, save_tiny_ltx
 
@@ -146,6 +150,7 @@ def test_frames_come_chunk_by_chunk(http: httpx.Client):
     ("more", "words"),
     [
         ({"frames": 10}, "videos of films have 1 + a multiple of 4 frames; use 9 or 13"),
+        ({"model": "chunks", "frames": 10}, "frames 10: AnyFlowFARPipeline makes 17, in chunks of 1+2+2; use 17"),
         ({"frames": 9, "seconds": 1}, "seconds and frames both set the length"),
         ({"seconds": 100}, "1001 frames are more than this server's 257"),
         ({"size": "63x32"}, "63x32"),
@@ -164,3 +169,29 @@ def test_the_model_says_what_its_videos_are(http: httpx.Client):
     card, _ = http.get("/v1/models").json()["data"]
     assert (card["video"], card["frames"], card["fps"], card["frame_multiple"]) == (True, 161, 25, 4)
     assert card["batching"], card["why"]
+
+
+@pytest.mark.parametrize("config", [{}, {"ulysses": 2}], ids=["one", "two"])
+def test_a_video_goes_on_in_the_chunk_in_which_it_was_paused(ranks, config: dict[str, Any], tmp_path: Path):
+    spec = ModelSpec("chunks", str(save_tiny_anyflow(tmp_path)), ParallelConfig(**config), check_memory=False)
+    more: dict[str, Any] = {"model": "chunks", "width": 32, "height": 32, "frames": 17, "format": "png", "steps": 3}
+    whole, video, hurried = (task(id, "a fox", seed=len(id), **more) for id in ("whole", "video", "hurried"))
+
+    def script(message: Any, send: Any) -> None:
+        if isinstance(message, ModelReady):
+            send(video)
+        elif isinstance(message, TaskStepped) and (message.id, message.step) == ("video", 4):
+            send(replace(hurried, left=1e6, seconds=1.0))
+        elif isinstance(message, TaskStepped) and (message.id, message.step) == ("hurried", 1):
+            # Two half-drawn ones are enough.
+            send(replace(task("third", "a fox", **more), left=9e5, seconds=1.0))
+        elif isinstance(message, Finished) and message.id == "video":
+            send(whole)
+
+    said = Owner(script, 4).serve(ranks(2 if config else 1), [spec])
+    order = [id for id, _ in groupby(message.id for message in of(said, TaskStepped))]
+    assert order == ["video", "hurried", "third", "video", "whole"]
+    made = {id: [one.data for kind in (Frames, Finished) for one in of(said, kind, id)] for id in order}
+    assert list(map(len, made.values())) == [4] * 4
+    # Apart from the receipt, which has the seconds.
+    assert made["video"][:3] == made["whole"][:3]

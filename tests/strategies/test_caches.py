@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import ditmesh
+from ditmesh.core.request import RequestLeft
 from ditmesh.strategies.caches import cache_settings
 from support.exam import EXAMS, draw
 from support.outcome_pages import DOCS
@@ -18,11 +20,13 @@ FLUX = "FluxPipeline true guidance"
 CACHES = {
     "First Block Cache": (FLUX, "first-block(0.72)"),
     "MagCache": (FLUX, "mag(mag_ratios=[1.0])"),
+    "Pyramid Attention Broadcast": (FLUX, "pyramid(2)"),
     "SeaCache": ("WanPipeline", "sea(0.6)"),
     "TaylorSeer": (FLUX, "taylorseer(3, disable_cache_before_step=2)"),
     "TextKV": ("NucleusMoEImagePipeline", "text-kv"),
 }
 AXES = {"ulysses": "setting", "ring": "after", "cfg": "setting", "data": "before"}
+STEPS = {"num_inference_steps": 8}
 DATA, ULYSSES, TILES = {"data": 2}, {"ulysses": 2}, {"ulysses": 2, "reproducible": True}
 
 
@@ -34,7 +38,7 @@ def on_all_axes(name: str) -> dict[str, Any]:
 
     def requests() -> list[Any]:
         computed.clear()
-        return [tensors(draw(pipe, EXAMS[exam].call(two) | {"num_inference_steps": 8})) for two in ([1, 2], [2, 0])]
+        return [tensors(draw(pipe, EXAMS[exam].call(two) | STEPS)) for two in ([1, 2], [2, 0])]
 
     exact = requests()
     last = [module for module in transformer.modules() if "Attention" in type(module).__name__][-1]
@@ -49,6 +53,10 @@ def on_all_axes(name: str) -> dict[str, Any]:
         with ditmesh.parallelized(pipe, {axis: 2} | ({"cache": setting} if how == "setting" else {})):
             if how == "after":
                 transformer.enable_cache(settings)
+            # As a server does that cancels a request.
+            leaving = Mock(side_effect=[{}, {}, RequestLeft])
+            with pytest.raises(RequestLeft):
+                draw(pipe, EXAMS[exam].call([2, 1]) | STEPS | {"callback_on_step_end": leaving})
             found[axis] = max(map(largest_error, requests(), truth)), len(computed)
         if how != "setting":
             transformer.disable_cache()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -160,7 +161,9 @@ def staggered(name: str, config: dict[str, Any], counts: Sequence[int], truth: s
             truths = truths or [draw(call()) for call in made]
             world = ditmesh.engine_of(pipe).mesh.world
             batcher = Batcher(pipe, template, world.all_gather_object)
-            runs = [PipelineTask(copied(template), call(), n, torch.device("cpu")) for n, call in enumerate(made)]
+            prepared: Any = partial(SimpleNamespace, adapters=())
+            calls = [prepared(pipe=copied(template), arguments=call(), seed=n) for n, call in enumerate(made)]
+            runs = [PipelineTask(call, torch.device("cpu")) for call in calls]
             rounds, waited = 0, []
             while not all(run.ended for run in runs):
                 active = [run for n, run in enumerate(runs) if 2 * n <= rounds and not run.ended]

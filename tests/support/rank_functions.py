@@ -33,18 +33,6 @@ def count_to(last: int, *, report: Any) -> int:
     return last
 
 
-def take_replies(count: int, *, report: Any) -> list[tuple[int, int, int]]:
-    """Read nothing for a while, then so many replies: ``(thread, number, size)`` of each."""
-    report("ready")
-    time.sleep(1.0)
-    heard = []
-    for _ in range(count):
-        thread, number, data = report.reply()
-        heard.append((thread, number, len(data)))
-        report("taken")
-    return heard
-
-
 def fail(rank: int, how: str) -> None:
     """Fail on one rank while all the others wait for it."""
     import torch.distributed as dist

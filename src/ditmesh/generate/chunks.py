@@ -24,7 +24,8 @@ OnFrames: TypeAlias = Callable[[int, int, Tensor], None]
 class ChunkFrames(ExitStack):
     """Tells ``told`` of the frames of every chunk after its last step, until it is left; on all ranks alike.
 
-    Nothing is told of other pipelines, and of a call that goes on with a video (``given``: its arguments).
+    The call runs inside of `decoding`; others may run in between. Nothing is told of other pipelines, and of a call
+    that goes on with a video (``given``: its arguments).
     """
 
     def __init__(self, pipe: Any, given: Mapping[str, Any], told: OnFrames | None) -> None:
@@ -36,14 +37,22 @@ class ChunkFrames(ExitStack):
         # The frame of latents that is decoded; how many of them were told of.
         self._place = self._shown = 0
         going_on = any(given.get(name) is not None for name in ("video", "video_latents"))
-        if told and in_chunks(pipe) and not (going_on or pipe.vae.use_tiling or pipe.vae.use_slicing):
-            self._told, self._decoder = told, Patch(pipe.vae.decoder, "forward", self._decode)
-            self.callback(self._decoder)
+        whole = going_on or not in_chunks(pipe) or pipe.vae.use_tiling or pipe.vae.use_slicing
+        self._told = None if whole else told
+        if self._told is not None:
             self.callback(StepEvents(pipe.scheduler, self._stepped).undo)
+
+    def decoding(self) -> ExitStack:
+        """A context in which what the autoencoder decodes is of this call's video."""
+        undo = ExitStack()
+        if self._told is not None:
+            self._decoder = Patch(self._pipe.vae.decoder, "forward", self._decode)
+            undo.callback(self._decoder)
+        return undo
 
     def _stepped(self, step: SchedulerStep) -> None:
         latents, vae = step.latents(), self._pipe.vae
-        if latents is None or step.index != len(step.scheduler.timesteps) - 1:
+        if latents is None or self._told is None or step.index != len(step.scheduler.timesteps) - 1:
             return
         self._chunks.append(latents.to(self._pipe.transformer.dtype))
         latents = torch.cat(self._chunks, 1).transpose(1, 2).to(vae.dtype)

@@ -253,7 +253,7 @@ class PipelineRunner:
         # An offloaded autoencoder would take the transformer's place after every chunk.
         chunks = ChunkFrames(pipe, given, on_frames if prepared.job.offload == "none" else None)
         own = OwnGenerators(prepared.seed, self.device)
-        with own.active(), CutPrompts(pipe) as cuts, guided_by(pipe, given), chunks:
+        with own.active(), CutPrompts(pipe) as cuts, guided_by(pipe, given), chunks, chunks.decoding():
             outputs = outputs_of(pipe(**given))
         self.facts["cut"] = cuts.sentence(prepared.prompt, prepared.job.negative_prompt)
         self.facts["seconds"] = time.perf_counter() - started

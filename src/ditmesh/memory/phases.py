@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -221,14 +222,29 @@ def _settings(config: ParallelConfig, *names: str, **others: Any) -> ParallelCon
     return ParallelConfig(**config.model_dump(include={*names}), **others)
 
 
+def keys_of_chunks(settings: Mapping[str, Any], workload: Workload, dtype: torch.dtype) -> float:
+    """Bytes of keys and values that a pipeline allocates to draw a video chunk by chunk; 0: it draws none so.
+
+    Whole on every rank, which keeps its heads of them from the first call on. Of earlier chunks tokens are coarser.
+    """
+    if not (chunks := settings.get("chunk_partition")):
+        return 0.0
+    whole, width = settings["full_chunk_limit"], settings["num_attention_heads"] * settings["attention_head_dim"]
+    coarse = prod(settings["patch_size"]) / prod(settings["compressed_patch_size"])
+    tokens = max(chunks) * workload.rows * workload.cols * (whole + (len(chunks) - whole + 1) * coarse)
+    return 2 * settings["num_layers"] * width * tokens * workload.pictures * workload.branches * dtype.itemsize
+
+
 @kept
 def _stages(part: Component, config: ParallelConfig, workload: Workload, dtype: torch.dtype) -> list[Needs]:
     """The memory that the ranks of every stage need for one transformer."""
     layout = known_models().get(part.kind)
     if layout is None:
+        keys = keys_of_chunks(part.settings, workload, dtype) / 1e9
+        beside = f", beside {keys:.3g} GB of keys and values that every rank allocates" if keys else ""
         raise InputError(
-            f"{part.kind} has no reviewed token layout, so what it needs is not known before it has run; known are "
-            f"{', '.join(sorted(known_models()))}"
+            f"{part.kind} has no reviewed token layout, so what it needs is not known before it has run{beside}; known "
+            f"are {', '.join(sorted(known_models()))}"
         )
     if not config.stages_or_patches:
         return [denoise(part.kind, part.settings, layout, config, workload, dtype)]

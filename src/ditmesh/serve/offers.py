@@ -111,6 +111,8 @@ class ServedModel:
         except FieldError as error:
             # The same checks serve the command line.
             raise InputError(error.spelled(lambda name: FIELDS.get(name, name.replace("-", "_")))) from None
+        if request.frames is not None and self.info.frames_of_chunks:
+            self.info.check_frames(request.frames)
         for lora in request.loras:
             if lora.name not in self.spec.loras:
                 there = ", ".join(self.spec.loras) or "none"

@@ -58,11 +58,9 @@ def url_of(listening: socket.socket) -> str:
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application of `create_app` until a signal comes.
+    """Serves an application of `create_app` until a signal comes, or until the backend has given up.
 
     After the first SIGINT or SIGTERM running jobs finish and new ones are refused; the second one ends the server.
-
-    It also ends when the backend has given up.
 
     Args:
         app: the application.

@@ -16,6 +16,7 @@ from ...core.arguments import Arguments, parameter_names
 from ...engine import DENOISERS, Engine, engine_of
 from ...errors import InputError
 from ...generate.loras import adapted, pipeline_has, set_loras
+from ...generate.steps import in_chunks
 from ...layout.forms import samples_of
 from ...recipe import keeps_between_steps
 from ...strategies.heads import takes_batch_apart
@@ -62,8 +63,8 @@ class Batcher:
         exchange: gives every rank's value, in rank order. A collective call.
 
     Attributes:
-        why: why its requests run one after the other, through the parallel pipeline itself, a sentence; empty: their
-            steps run together.
+        why: why its requests run one after the other, a sentence; empty: their steps run together.
+        delegates: whether its tasks hand over their calls; else they run through the parallel pipeline itself.
         most: rows of how many requests run as one call, at most.
         counts: what has been called.
     """
@@ -76,6 +77,7 @@ class Batcher:
         self._clock = DeviceClock(self.engine.mesh.device)
         self.counts = CallCounts()
         self.why = _why_alone(pipe, self.engine)
+        self.delegates = not self.why
         self._template = template
         self._interceptor = CallInterceptor(pipe, self._count)
         self._request = ExitStack()
@@ -93,14 +95,15 @@ class Batcher:
         # Whether calls of other components have run since the latest step.
         self._between_steps = False
 
-    def run_alone(self, why: str) -> None:
+    def run_alone(self, why: str, delegates: bool = False) -> None:
         """Run requests one after the other from here on."""
-        self.why = f"{why}{ONE_BY_ONE}"
+        self.why, self.delegates = f"{why}{ONE_BY_ONE}", delegates
 
     def check_joining(self, run: PipelineTask) -> None:
         """Test whether calls of the form that a task waits for can be joined, and set `why` if not. Collective."""
         if why := self._joiner.why_not(run):
-            self.run_alone(why)
+            # What such a pipeline keeps is in its own call.
+            self.run_alone(why, in_chunks(run.pipe))
 
     def close(self) -> None:
         """Restore the pipeline."""
@@ -177,11 +180,11 @@ class Batcher:
             What has failed here. Runs that are stuck were not resumed.
         """
         for run in runs:
-            if self.why:
+            if not self.delegates:
                 self._step_alone(run)
             elif not run.begun:
                 run.resume()
-        if self.why:
+        if not self.delegates:
             return None
         waiting = [run for run in runs if run.pending is not None]
         steps = [run for run in waiting if self.steps(run)]
@@ -203,7 +206,7 @@ class Batcher:
         self.adapt(run.adapters)
         while run.pending is not None and not self.steps(run):
             pending, answer, error = run.waits_for, None, None
-            with run.generators.active():
+            with run.generators.active(), run.during():
                 try:
                     answer = pending.call(*pending.args, **pending.kwargs)
                 except Exception as failed:
@@ -224,6 +227,8 @@ class Batcher:
         """Run calls of transformers; compatible calls run as one."""
         waited = self.engine.mesh.waited
         alone = len(runs) == 1 and self.engine.config.cfg > 1
+        # Where they run one after the other: what is kept is half written when a call has failed.
+        runs[0].waits_for.alone |= bool(self.why)
         answers: dict[PipelineTask, Any] = {}
         failed: Exception | None = None
         with self._clock.span():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextvars
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from ...core.patching import Patch
 from ...core.request import RequestLeft
 from ...engine import DENOISERS
 from ...generate.modular import guided_by
+from ...generate.runner import Prepared
 
 
 @dataclass
@@ -45,38 +46,32 @@ class PipelineTask(greenlet):
     torch's default generators are its own: seeded with its seed, and put aside while others run.
 
     Args:
-        pipe: the pipeline, a copy of its own (`copied`) if it delegates.
-        adapters: LoRA adapters that are on in its calls, with their scales.
+        prepared: the call; its pipeline is a copy of its own (`copied`) if it delegates.
         delegates: it hands over its components' calls; else it is left at the end of a step only.
 
     Attributes:
+        adapters: LoRA adapters that are on in its calls, with their scales.
+        during: a context in which it and its components' calls run.
         pending: what it waits for; None before it begins, at the end of a step, and when it has ended.
         begun, ended: whether it was resumed at all, and whether there is nothing left of it.
         output, failure: what the pipeline returned, or raised.
         batch: rows of the latest call of a transformer that it took part in.
     """
 
-    def __init__(
-        self,
-        pipe: Any,
-        arguments: Mapping[str, Any],
-        seed: int,
-        device: torch.device,
-        adapters: tuple[tuple[str, float], ...] = (),
-        delegates: bool = True,
-    ) -> None:
+    def __init__(self, prepared: Prepared, device: torch.device, delegates: bool = True) -> None:
         super().__init__(self._body)
         # Without this, a coroutine starts with an empty context.
         self.gr_context = contextvars.copy_context()
         self.pending: PendingCall | None = None
-        self.pipe, self.adapters, self.delegates = pipe, adapters, delegates
+        self.pipe, self.adapters, self.delegates = prepared.pipe, prepared.adapters, delegates
+        self.during: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.begun = self.ended = False
         self.output: Any = None
         self.failure: Exception | None = None
         self.batch = 0
-        self._arguments: Mapping[str, Any] = arguments
+        self._arguments: Mapping[str, Any] = prepared.arguments
         # Stored while other coroutines run.
-        self.generators = OwnGenerators(seed, device)
+        self.generators = OwnGenerators(prepared.seed, device)
 
     @property
     def waits_for(self) -> PendingCall:
@@ -98,7 +93,7 @@ class PipelineTask(greenlet):
 
     def resume(self, answer: Any = None, error: BaseException | None = None) -> None:
         """Resume with the result of the pending call, or with an error."""
-        with self.generators.active():
+        with self.generators.active(), self.during():
             if error is not None:
                 self.pending = self.throw(error)
             elif self.begun:

@@ -195,9 +195,7 @@ class LoadedModel:
             return
         try:
             # Before any collective: an error here occurs on all ranks.
-            own = copied(template.pipe)
-            trial = self._trial(template)
-            run = PipelineTask(own, trial.arguments, 0, self.device)
+            run = PipelineTask(replace(self._trial(template), pipe=copied(template.pipe)), self.device)
         except Exception as error:
             batcher.run_alone(f"it cannot be tried ({shortened(error)})")
             return
@@ -292,8 +290,8 @@ class LoadedModel:
         check_call(job, runner.kind.__name__, runner.parameters)
         if request.format == "mp4":
             check_video_library()
-        prepared = (runner if self.batcher.why else template).prepare(job)
-        own = prepared.pipe if self.batcher.why else copied(prepared.pipe)
+        prepared = (template if self.batcher.delegates else runner).prepare(job)
+        own = copied(prepared.pipe) if self.batcher.delegates else prepared.pipe
         adapters = tuple((f"lora{loras.index(lora.name)}", lora.scale) for lora in request.loras)
         return replace(prepared, pipe=own, adapters=adapters)
 
@@ -303,7 +301,7 @@ class LoadedModel:
         if name not in self._runners:
             other = self._runners[self.kind][1].as_class(name)
             template = PipelineRunner(copy.copy(other.pipe), self.device)
-            if self.batcher.why:
+            if not self.batcher.delegates:
                 parallelize(other.pipe, self.engine.config)
             self._runners[name] = other, template
         return self._runners[name]

@@ -145,10 +145,8 @@ def failure_of(error: BaseException) -> FailureReason:
         return FailureReason(
             "out_of_memory", f"there is not enough memory for this image ({message}); ask for a smaller one"
         )
-    if isinstance(error, PeerError):
-        return FailureReason("internal", message, consequence=True)
-    if isinstance(error, FloatingPointError):
-        return FailureReason("internal", message)
+    if isinstance(error, (PeerError, FloatingPointError)):
+        return FailureReason("internal", message, consequence=isinstance(error, PeerError))
     if isinstance(error, (ValueError, TypeError, NotImplementedError, LayoutError)):
         return FailureReason("invalid_request", message)
     return FailureReason("internal", f"{type(error).__name__}: {message}")

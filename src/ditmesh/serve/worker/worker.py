@@ -406,9 +406,7 @@ class TaskScheduler:
         self._used[model.spec.name] = self._turn
         works = [work for work in awake if work.model == model.spec.name]
         if model.batcher.why:
-            # One after the other: at most one has begun.
-            begun = (work for work in self.tasks.values() if work.model == model.spec.name and work.run is not None)
-            works = [next(begun, None) or works[0]]
+            works = [self._next_alone(model, works, now)]
         for work in works:
             if work.run is None:
                 self._begin(work, model)
@@ -424,6 +422,13 @@ class TaskScheduler:
             if work.hurries(now):
                 paused.add(work.task.owner)
         return awake
+
+    def _next_alone(self, model: LoadedModel, awake: Sequence[RunningTask], now: float) -> RunningTask:
+        """The task of a model whose tasks run one after the other; one at most rests half-way, with what it keeps."""
+        begun = [work for work in self.tasks.values() if work.model == model.spec.name and work.run is not None]
+        if model.batcher.delegates and len(begun) == 1:
+            begun = [work for work in begun if work in awake]
+        return min(begun or awake, key=lambda work: work.urgency(now))
 
     def _next_model(self, awake: Sequence[RunningTask]) -> LoadedModel | None:
         """The least recently used model that has tasks."""
@@ -469,14 +474,11 @@ class TaskScheduler:
         scheduler = getattr(prepared.pipe, "scheduler", None)
         if hasattr(scheduler, "step"):
             work.undo.callback(StepEvents(scheduler, seen).undo)
-        if model.batcher.why and model.spec.offload == "none":
-            # No other task decodes meanwhile.
-            chunks = ChunkFrames(prepared.pipe, prepared.arguments, partial(self._framed, work.task, prepared))
-            work.undo.enter_context(chunks)
+        told = partial(self._framed, work.task, prepared) if model.spec.offload == "none" else None
+        chunks = work.undo.enter_context(ChunkFrames(prepared.pipe, prepared.arguments, told))
         work.prepared, work.steps, work.began = prepared, prepared.steps, time.perf_counter()
-        work.run = PipelineTask(
-            prepared.pipe, prepared.arguments, prepared.seed, self._device, prepared.adapters, not model.batcher.why
-        )
+        work.run = PipelineTask(prepared, self._device, model.batcher.delegates)
+        work.run.during = chunks.decoding
 
     def _stepped(self, work: RunningTask, model: LoadedModel) -> None:
         run, prepared = work.run, work.prepared
