@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,11 +216,8 @@ class OperationCounter(TorchDispatchMode):
 def counts(name: str) -> dict[str, float]:
     """Operations, collectives and host synchronisations of one forward on this rank."""
     import ditmesh
+    from support.syncs import count_syncs
 
-    try:
-        from support.syncs import count_syncs
-    except ImportError:  # not of this version
-        count_syncs = None
     with prepared(name) as model, torch.no_grad():
         model(**small_inputs())
         with OperationCounter() as counter:
@@ -232,10 +229,9 @@ def counts(name: str) -> dict[str, float]:
             model(**small_inputs())
             # Through shared memory the transfers are no operations of torch.
             found["collectives"] = max(found.get("collectives", 0), sum(traffic.calls.values()))
-        with count_syncs() if count_syncs else nullcontext() as syncs:
+        with count_syncs() as syncs:
             model(**small_inputs())
-        if syncs is not None:
-            found["host synchronisations"] = len(syncs.found)
+        found["host synchronisations"] = len(syncs.found)
     return found
 
 
@@ -323,31 +319,24 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table(title=f"Flux, {BLOCKS[0]} + {BLOCKS[1]} blocks of width 16: microseconds of the host a block")
-    columns: dict[str, Callable[[Any], str]] = {
-        "contender": str,
-        "version": str,
-        "microseconds": "{:.0f}".format,
-        "over": "{:+.0f}".format,
-        "processor": "{:.0f}".format,
-        "processor over": "{:+.0f}".format,
-        "ratio": "{:.3f}".format,
-        "kernels": "{:.1f}".format,
-        "views": "{:.1f}".format,
-        "collectives": "{:.2f}".format,
-        "weights": "{:.0f}".format,
-        "host synchronisations": "{:.0f}".format,
+    columns: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "contender": ("contender", str),
+        "version": ("version", str),
+        "microseconds": ("microseconds", "{:.0f}".format),
+        "over": ("over diffusers", "{:+.0f}".format),
+        "processor": ("processor", "{:.0f}".format),
+        "processor over": ("over diffusers", "{:+.0f}".format),
+        "ratio": ("over the first", "{:.3f}".format),
+        "kernels": ("kernels", "{:.1f}".format),
+        "views": ("views", "{:.1f}".format),
+        "collectives": ("collectives", "{:.2f}".format),
+        "weights": ("bytes of weights", "{:.0f}".format),
+        "host synchronisations": ("syncs a forward", "{:.0f}".format),
     }
-    titles = {
-        "over": "over diffusers",
-        "processor over": "over diffusers",
-        "ratio": "over the first",
-        "weights": "bytes of weights",
-        "host synchronisations": "syncs a forward",
-    }
-    for column in columns:
-        table.add_column(titles.get(column, column), justify="left" if column in ("contender", "version") else "right")
+    for column, (title, _) in columns.items():
+        table.add_column(title, justify="left" if column in ("contender", "version") else "right")
     for row in rows:
-        cells = [show(row[column]) if column in row else "" for column, show in columns.items()]
+        cells = [show(row[column]) if column in row else "" for column, (_, show) in columns.items()]
         table.add_row(*(cells if "failed" not in row else [*cells[:2], row["failed"][:60]]))
     return table
 

@@ -114,7 +114,7 @@ def counted_bytes(name: str, ahead: bool, steps: int) -> tuple[float, float, flo
         part._later = lambda time: [{path: seen.value for path, seen in time.items()}] * (steps - 1)  # type: ignore[method-assign]
         with (
             mock.patch.object(values, "PLAIN_TYPES", (*values.PLAIN_TYPES, FakeTensor)),
-            mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
+            mock.patch.object(torch.Tensor, "data_ptr", lambda one: one.numel() and one.untyped_storage()._cdata),
             WithoutValues(),
             torch.no_grad(),
         ):

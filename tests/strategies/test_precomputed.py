@@ -29,7 +29,7 @@ from ditmesh.generate.loading import weights_stay
 from ditmesh.generate.shares import load_transformer
 from ditmesh.parts.part import whole_of
 from ditmesh.strategies import ahead
-from ditmesh.strategies.precomputed import PrecomputedModel
+from ditmesh.strategies.precomputed import PrecomputedModel, _State
 from ditmesh.strategies.sharded import ShardedWeights
 from ditmesh.strategies.tensor.parallel import TensorParallel
 from support.classes import CASES
@@ -73,18 +73,14 @@ def test_a_partial_run_gives_values_and_replays_them():
         assert torch.equal(value, model.modulation(torch.nn.functional.silu(time)))
 
 
-@pytest.mark.parametrize("case", ["number", "list", "array", "constant"])
+READ = {"number": float, "list": torch.Tensor.tolist, "array": torch.Tensor.numpy, "constant": torch.zeros(1).copy_}
+
+
+@pytest.mark.parametrize("case", READ)
 def test_what_cannot_be_replayed_is_told(case):
-    time, table = torch.tensor([0.5]), torch.zeros(3)
+    time = torch.tensor([0.5])
     with torch.no_grad(), PartialRun([time], [[time + 1]]) as run:
-        if case == "number":
-            assert float(time * 2) == 1.0
-        elif case == "list":
-            assert (time * 2).tolist() == [1.0]
-        elif case == "array":
-            assert (time * 2).numpy() == 1.0
-        else:
-            table[0] = time[0]
+        READ[case](time * 2)
     assert run.later.obstacle
 
 
@@ -141,7 +137,7 @@ def share(
     first = called(model, part, call)
     assert all(torch.equal(a, b) for a, b in zip(first, truth, strict=True))
     image = parameter_names(type(model).forward)[0]
-    other = {**call, image: _other(call[image])}
+    other = {**call, image: tree_map(lambda leaf: leaf.cos() if leaf.is_floating_point() else leaf, call[image])}
     truth = called(model, None, other)
     weights = [each for path in part.modules for each in model.get_submodule(path).parameters()]
     kept = [each.data for each in weights]
@@ -152,7 +148,7 @@ def share(
     try:
         for each in weights:
             each.data = torch.full_like(each.data, torch.nan)
-        part._states = {path: part._state(path) for path in part.modules}
+        part._state = _State(model, part.modules)
         value = called(model, part, other)
     finally:
         for each, data in zip(weights, kept, strict=True):
@@ -161,15 +157,6 @@ def share(
     assert all(torch.equal(a, b) for a, b in zip(value, truth, strict=True))
     total = sum(each.numel() for each in model.parameters())
     return sum(each.numel() for each in weights) / total, part.modules
-
-
-def _other(value: Any) -> Any:
-    generator = torch.Generator().manual_seed(7)
-    if isinstance(value, torch.Tensor) and not value.is_floating_point():
-        return value
-    if isinstance(value, torch.Tensor):
-        return torch.randn(value.shape, generator=generator).to(value.dtype)
-    return [_other(item) for item in value]
 
 
 QUICK = ("SD3", "Flux", "QwenImage", "Wan", "ZImage", "PixArt", "LTX2")
@@ -226,10 +213,8 @@ def in_pieces(config: dict[str, Any]) -> tuple[bool, float, bool]:
     with ditmesh.parallelized(pipe, {**config, "shard": 1}):
         truth = draw(pipe, arguments("sd3", [1, 2]))
     with usual_sizes("sd3"), ditmesh.parallelized(pipe, {**config, "precompute": True}):
-        (part,), (sharded,) = (
-            ditmesh.engine_of(pipe).parts(PrecomputedModel),
-            ditmesh.engine_of(pipe).parts(ShardedWeights),
-        )
+        engine = ditmesh.engine_of(pipe)
+        (part,), (sharded,) = engine.parts(PrecomputedModel), engine.parts(ShardedWeights)
         part.frees_weights, held = True, []
         # While the latents are cut up, no block is here.
         hook = model.pos_embed.register_forward_hook(
@@ -501,36 +486,59 @@ def at_step(step: int, change: Any) -> dict[str, Any]:
     return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
 
 
-@pytest.mark.parametrize("change", ["prompt", "weights"])
-def test_a_change_inside_of_a_request_is_seen(change):
+def changed_inside(change: str, config: dict[str, Any]) -> torch.Tensor:
+    """Latents of a request in which something changes behind the second step."""
     pipe = PIPELINES["sd3"]()
-    weight = pipe.transformer.transformer_blocks[0].norm1.linear.weight.data
+    pipe.transformer = model = copy.deepcopy(pipe.transformer)
+    load(model, adapter_weights("SD3", 0), "a")
 
     def made(_: Any, tensors: Any) -> Any:
-        if change == "prompt":
-            return {"prompt_embeds": tensors["prompt_embeds"] * 0.5}
-        # A write that torch counts.
-        with torch.no_grad():
-            pipe.transformer.transformer_blocks[0].norm1.linear.weight.mul_(2.0)
-        return None
+        if change == "adapter":
+            # A write that torch does not count.
+            load(model, adapter_weights("SD3", 1), "a", hotswap=True)
+        elif change == "weights":
+            with torch.no_grad():
+                model.transformer_blocks[0].norm1.linear.base_layer.weight.mul_(2.0)
+        return {"prompt_embeds": tensors["prompt_embeds"] * 0.5} if change == "prompt" else None
 
-    results = []
-    for config in ({}, {"precompute": True}):
-        with ditmesh.parallelized(pipe, config):
-            results.append(draw(pipe, arguments("sd3", [1], steps=5, **at_step(1, made))))
-        if change == "weights":
-            weight.div_(2.0)
-    plain = draw(pipe, arguments("sd3", [1], steps=5))
-    assert torch.equal(*results)
-    assert not torch.equal(results[0], plain)
+    with ditmesh.parallelized(pipe, config):
+        return draw(pipe, arguments("sd3", [1], steps=5, **at_step(1, made)))
+
+
+@pytest.mark.parametrize("change", ["prompt", "weights", "adapter"])
+def test_a_change_inside_of_a_request_is_seen(change):
+    truth = changed_inside(change, {})
+    assert torch.equal(changed_inside(change, {"precompute": True}), truth)
+    assert not torch.equal(changed_inside("", {}), truth)
+
+
+def test_a_change_of_what_a_module_computes_with_is_seen():
+    model, other = _Gated(), nn.Linear(4, 8)
+    layer: Any = model.modulation
+    layer.scaling, layer.active, layer.offset = {"a": {"b": 1.0}}, [("a", ["b"])], torch.zeros(1)
+    state = _State(model, ["modulation"])
+    layer.scaling, layer.active = copy.deepcopy((layer.scaling, layer.active))
+    assert not state.changed()
+    for change in (
+        lambda: layer.scaling["a"].update(b=2.0),
+        lambda: layer.active[0][1].append("c"),
+        lambda: layer.offset.add_(1.0),
+        lambda: setattr(layer, "offset", layer.offset.clone()),
+        lambda: setattr(layer, "bias", other.bias),
+        lambda: setattr(model, "modulation", other),
+    ):
+        state = _State(model, ["modulation"])
+        nn.init.ones_(model.mixed.weight)
+        assert not state.changed()
+        change()
+        assert state.changed()
 
 
 @pytest.mark.parametrize("scheduler", ["FlowMatchHeunDiscreteScheduler", "UniPCMultistepScheduler"])
 def test_samplers(scheduler):
     pipe = PIPELINES["sd3"]()
-    kind = getattr(diffusers, scheduler)
     flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"} if "UniPC" in scheduler else {}
-    pipe.scheduler = kind(**flow)
+    pipe.scheduler = getattr(diffusers, scheduler)(**flow)
     truth = draw(pipe, arguments("sd3", [1], steps=6))
     with ditmesh.parallelized(pipe, {"precompute": True}):
         assert torch.equal(draw(pipe, arguments("sd3", [1], steps=6)), truth)

@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..config import ParallelConfig
 from ..core.arguments import Arguments, covers, parameter_names
@@ -39,8 +41,9 @@ from .tensor.parallel import TensorParallel
 
 # Calls of a request that may be other than foreseen; then the modules compute as ever until it ends.
 MAX_SURPRISES = 4
-# Attributes that torch gives every module, apart from those that have a say in what it computes.
-_NO_SETTINGS = vars(nn.Module()).keys() - {"training", "_buffers", "_forward_hooks", "_forward_pre_hooks"}
+# Containers that torch gives every module, apart from those that have a say in what it computes.
+_READ = {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
+_NO_SETTINGS = vars(nn.Module()).keys() - _READ
 # Methods of a transformer that change weights in place.
 _CHANGES = ("fuse_lora", "unfuse_lora", "load_lora_adapter", "fuse_qkv_projections")
 
@@ -54,25 +57,18 @@ Row = dict[str, list[Any]]
 class _Batch:
     """Calls whose values were computed together.
 
-    Attributes:
-        compares: how many of them are still to be compared with the modules themselves: the first, and the first that
-            is computed for a later step.
-        shapes: by path, what a module is given in each of its calls.
+    ``compares``: how many are still to be compared with the modules themselves, of the first and the first of a later
+    step; ``shapes``: by path, what a module is given in each of its calls.
     """
 
     form: CallForm
     compares: int
-    shapes: Mapping[str, list[tuple[torch.Size, ...]]]
+    shapes: Mapping[str, list[list[torch.Size]]]
 
 
 @dataclass
 class _Foreseen:
-    """A call that is to come.
-
-    Attributes:
-        batch: the calls that it was computed with.
-        timestep, others: its tensors and numbers, but for those of the image, by path.
-    """
+    """A call that is to come: by path its tensors and numbers, but for those of the image, and its values."""
 
     batch: _Batch
     part: Part
@@ -109,8 +105,8 @@ class PrecomputedModel:
         self._rows: list[_Foreseen] = []
         # Forms of calls whose values were compared.
         self._trusted: set[CallForm] = set()
-        # Weights and settings of the modules that the rows were computed with, by path.
-        self._states: dict[str, Any] = {}
+        # Weights and settings of the modules that the rows were computed with.
+        self._state = _State(self._model)
         self._surprises = 0
         # Whether a pipeline's call is in progress, in which weights stay what they are.
         self._open = False
@@ -122,7 +118,7 @@ class PrecomputedModel:
         # The row of the call in progress, the calls that it was computed with, and the calls of each module so far.
         self._row: Row = {}
         self._batch: _Batch | None = None
-        self._calls: Counter[str] = Counter()
+        self._calls: dict[str, int] = {}
 
     # --- a request ---------------------------------------------------------------------------------------
 
@@ -133,7 +129,7 @@ class PrecomputedModel:
 
     def end(self) -> None:
         """End the request: weights come back, and values are dropped."""
-        self._rows, self._states, self._surprises, self._open = [], {}, 0, False
+        self._rows, self._state, self._surprises, self._open = [], _State(self._model), 0, False
         self._return_home()
 
     def close(self) -> None:
@@ -155,7 +151,7 @@ class PrecomputedModel:
             return proceed(arguments)
         batch = foreseen.batch
         self._leave()
-        self._row, self._batch, self._calls = foreseen.row, batch, Counter()
+        self._row, self._batch, self._calls = foreseen.row, batch, dict.fromkeys(foreseen.row, 0)
         try:
             with self._in_graphs(batch.compares > 0):
                 result = proceed(arguments)
@@ -183,9 +179,9 @@ class PrecomputedModel:
             self.note = f"precompute: {type(self._model).__name__} is called with an object that may change in a call"
         if parts is None or self._surprises > MAX_SURPRISES:
             return None
-        if any(state != self._state(path) for path, state in self._states.items()):
+        if self._state.changed():
             # Another adapter, or another strength of it, inside of a request.
-            self._rows, self._states = [], {}
+            self._rows, self._state = [], _State(self._model)
             self._surprises += 1
         same, call = self._context.clock.values.all_same, self._context.clock.call
         # Rows of a reproducible batch run one by one.
@@ -271,7 +267,7 @@ class PrecomputedModel:
         for path in row:
             if not path.startswith(self._compiled):
                 self._stand_in(path)
-        self.modules, self._states = tuple(row), {path: self._state(path) for path in row}
+        self.modules, self._state = tuple(row), _State(self._model, row)
         times = [timestep, *({path: seen(value) for path, value in each.items()} for each in later)]
         form = form_of(arguments)
         shapes = {path: watch.shapes[path] for path in row}
@@ -293,23 +289,6 @@ class PrecomputedModel:
                 return [{path: torch.where(now == times[place], time, now)} for time in times[place + 1 :]]
         return []
 
-    def _state(self, path: str) -> list[Any]:
-        """What a module computes with: its weights as they lie in memory, and the settings of it and its layers."""
-        # Every step asks for all of them: `get_submodule` would take most of the time.
-        root = self._model
-        for name in path.split("."):
-            root = cast(nn.Module, root._modules[name])
-        return [
-            [
-                *(
-                    None if each is None or each in self._away else (each.data_ptr(), version_of(each))
-                    for each in module._parameters.values()
-                ),
-                *((name, _plain(value)) for name, value in vars(module).items() if name not in _NO_SETTINGS),
-            ]
-            for module in root.modules()
-        ]
-
     def _absent(self, weight: Tensor) -> bool:
         """True if another stage has a weight, or ranks share it in pieces."""
         return is_away(weight) and weight not in self._away
@@ -328,10 +307,9 @@ class PrecomputedModel:
             if values is None or batch is None:
                 return patch.original(*args, **kwargs)
             # A pipeline of stages runs its blocks once for every patch.
-            place = self._calls[path] % len(values)
-            self._calls[path] += 1
-            value = values[place]
-            as_ever = _shapes(args, kwargs) == batch.shapes[path][place]
+            calls, self._calls[path] = self._calls[path], self._calls[path] + 1
+            place = calls % len(values)
+            value, as_ever = values[place], _shapes(args, kwargs) == batch.shapes[path][place]
             if as_ever and not batch.compares:
                 return value if isinstance(value, Tensor) else fresh(value)
             self._lend(module.parameters())
@@ -393,16 +371,12 @@ class PrecomputedModel:
             return
         self._bring(self._away.keys() - leaving)
         self._take_away(leaving - self._away.keys())
-        self._states = {path: self._state(path) for path in self.modules}
+        self._state = _State(self._model, self.modules)
 
     def _take_away(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             self._away[parameter] = parameter.data.to("cpu")
-            self._give_up(parameter)
-
-    def _give_up(self, parameter: Tensor) -> None:
-        give_up(parameter)
-        parameter.data = parameter.data.to(self._context.mesh.device)
+            self._withdraw([parameter])
 
     def _bring(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
@@ -430,7 +404,8 @@ class PrecomputedModel:
         if name == "load_lora_adapter" and not kwargs.get("hotswap"):
             # It goes by their shapes.
             return method(*args, **kwargs)
-        homeless = self.settle()
+        # It may write where torch does not count.
+        homeless, self._rows = self.settle(), []
         try:
             return method(*args, **kwargs)
         finally:
@@ -461,7 +436,8 @@ class PrecomputedModel:
     def _withdraw(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             if parameter in self._away and parameter.numel():
-                self._give_up(parameter)
+                give_up(parameter)
+                parameter.data = parameter.data.to(self._context.mesh.device)
 
     def away(self) -> set[int]:
         """The parameters whose values are in host memory now, by id."""
@@ -479,15 +455,43 @@ class _Constant(nn.Module):
         return self.value
 
 
-def _plain(value: Any) -> Any:
-    """A value of settings that compares by content; of what is no setting its identity."""
-    if isinstance(value, (str, int, float, bool, type(None))):
-        return value
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
-    return (id(value), version_of(value)) if isinstance(value, Tensor) else id(value)
+class _State:
+    """What modules compute with, as it was seen: weights as they lie in memory, and settings of all their layers."""
+
+    def __init__(self, model: nn.Module, paths: Iterable[str] = ()) -> None:
+        self._containers: dict[int, Any] = {}
+        for path in paths:
+            module = model
+            for name in path.split("."):
+                self._hold(module._modules)
+                module = cast(nn.Module, module._modules[name])
+            for each in module.modules():
+                self._hold(vars(each))
+        # Every step asks: containers compare with copies of them faster than Python reads what is inside.
+        self._now = [*self._containers.values()]
+        self._then = [dict(each) if isinstance(each, dict) else copy(each) for each in self._now]
+        values = [each.values() if isinstance(each, dict) else each for each in self._now]
+        self._holders = [each for each in values if any(isinstance(one, Tensor) for one in each)]
+        self._memory = self._lies()
+
+    def _hold(self, container: Any) -> None:
+        if id(container) not in self._containers:
+            self._containers[id(container)] = container
+            for name, value in container.items() if isinstance(container, dict) else enumerate(container):
+                if isinstance(value, (dict, list, tuple, set, frozenset)) and name not in _NO_SETTINGS:
+                    self._hold(value)
+
+    def _lies(self) -> list[Any]:
+        tensors = [each for each in chain.from_iterable(self._holders) if isinstance(each, Tensor)]
+        return [*map(Tensor.data_ptr, tensors), *map(version_of, tensors)]
+
+    def changed(self) -> bool:
+        """True if a module computes with something else than then."""
+        try:
+            return self._now != self._then or self._lies() != self._memory
+        except (RuntimeError, ValueError):
+            # Tensors, or arrays, where there were others.
+            return True
 
 
 def _scaled(schedule: Tensor, scheduler: Any, like: Tensor) -> Iterable[Tensor]:
@@ -499,8 +503,8 @@ def _scaled(schedule: Tensor, scheduler: Any, like: Tensor) -> Iterable[Tensor]:
     return (form.to(like.dtype) for form in forms if form.is_floating_point() or form is after)
 
 
-def _shapes(args: Any, kwargs: Mapping[str, Any]) -> tuple[torch.Size, ...]:
-    return tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+def _shapes(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Size]:
+    return [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
 
 
 class _Watch:
@@ -511,7 +515,7 @@ class _Watch:
         # Of weights by the mean of the ranks, so that all ranks decide alike.
         self._whole, self._ranks = ({}, 1) if slices is None else (slices.whole_shapes(), slices.link.size)
         # By path, what each call of a module was given and returned.
-        self.shapes: dict[str, list[tuple[torch.Size, ...]]] = {}
+        self.shapes: dict[str, list[list[torch.Size]]] = {}
         self._returned: dict[str, list[tuple[Any, list[int | None]]]] = {}
         self._unknown: set[str] = set()
         self._inside: list[str] = []
@@ -622,11 +626,7 @@ def found_ahead(model: nn.Module, inputs: Mapping[str, Any], times: Sequence[Ten
         times: those of the inputs that are other ones in every step.
     """
     image = parameter_names(type(model).forward)[0]
-
-    def unknown(leaf: Any) -> Any:
-        return unknown_like(leaf) if isinstance(leaf, Tensor) else leaf
-
-    given = {name: tree_map(unknown, value) if name == image else value for name, value in inputs.items()}
+    given = {**inputs, image: tree_map_only(Tensor, unknown_like, inputs[image])}
     run = PartialRun(times)
     watch = _watched(model, run, None, nullcontext, (), given)
     row = watch.outputs(steps)
