@@ -174,7 +174,7 @@ def test_every_field_of_a_servers_job_reaches_the_pipeline(name: str, image: Pat
     )
     model.kind = model.info.pipeline_class
     model.card = {"pipeline": model.kind, "video": name in VIDEO_FIELDS}
-    model.batcher = SimpleNamespace(why="alone", engine=SimpleNamespace(config=ParallelConfig()))
+    model.batcher = SimpleNamespace(why="alone", delegates=False, engine=SimpleNamespace(config=ParallelConfig()))
     model.spec.loras.update({"ink": "", "oil": ""})
     model._files = (InputFile("lora", "ink", "2" * 64), InputFile("lora", "oil", "3" * 64))
     runner = PipelineRunner(None, kind=Videos if name in VIDEO_FIELDS else Images)
