@@ -9,7 +9,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,25 @@ def write_compactly(figures: Mapping[str, Any], file: Path | None) -> None:
     """The same, with a line for every row of a table, and lines of their own for what is short."""
     if file is not None:
         file.write_text(compact(traced(figures), 4) + "\n", encoding="utf-8")
+
+
+def add_missing(file: Path, rows: Iterable[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]) -> None:
+    """Measure the rows that a file of JSON lines lacks, and add each as soon as it is measured.
+
+    Args:
+        rows: what a row is known by, and what measures the rest of it.
+    """
+    # Of torch, which not every benchmark needs.
+    from machine import describe_machine
+
+    if not file.exists():
+        file.write_text(json.dumps(traced({"machine": describe_machine()})) + "\n", encoding="utf-8")
+    known = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for row, measure in rows:
+        if not any(row.items() <= there.items() for there in known):
+            line = json.dumps(row | measure())
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(line + "\n")
 
 
 def compact(value: Any, levels: int) -> str:

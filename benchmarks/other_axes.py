@@ -16,13 +16,12 @@ Devices are simulated, and images compared with the sequential one of their capt
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial, wraps
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
-from harness import command_line, traced
-from machine import describe_machine
+from harness import add_missing, command_line
 from quality import setup_of
 
 MODELS, DEVICES, IMAGES = ("emoji-flux", "emoji-sd3", "emoji-dit-s"), (2, 4, 8), 4
@@ -197,15 +195,9 @@ def main() -> None:
     parser.add_argument("--file", type=Path, default=Path(__file__).parent / "measured" / "other-axes.jsonl")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if not options.file.exists():
-        options.file.write_text(json.dumps(traced({"machine": describe_machine()})) + "\n", encoding="utf-8")
-    rows = [json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()]
-    for some in PASSES:
-        for values in product(*some):
-            row = dict(zip(("steps", "model", "devices", "way"), values, strict=True))
-            if not any(row.items() <= there.items() for there in rows):
-                with options.file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row | measured(**row)) + "\n")
+    values = chain.from_iterable(product(*some) for some in PASSES)
+    rows = (dict(zip(("steps", "model", "devices", "way"), each, strict=True)) for each in values)
+    add_missing(options.file, ((row, partial(measured, **row)) for row in rows))
 
 
 if __name__ == "__main__":

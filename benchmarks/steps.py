@@ -11,10 +11,10 @@ of other captions and seeds. `benchmarks/figures.py` and `benchmarks/tables.py` 
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
-from harness import command_line, traced
-from machine import describe_machine
+from harness import add_missing, command_line
 from quality import setup_of
 
 STEPS = (4, 6, 8, 10, 12, 20, 50)
@@ -110,14 +109,8 @@ def main() -> None:
     parser.add_argument("--file", type=Path, default=Path(__file__).parent / "measured" / "steps.jsonl")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if not options.file.exists():
-        options.file.write_text(json.dumps(traced({"machine": describe_machine()})) + "\n", encoding="utf-8")
-    rows = [json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()]
     exact = Exact()
-    for setup, cell, row in cells(options):
-        if not any(row.items() <= there.items() for there in rows):
-            with options.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row | exact.measure(setup, cell)) + "\n")
+    add_missing(options.file, ((row, partial(exact.measure, setup, cell)) for setup, cell, row in cells(options)))
 
 
 if __name__ == "__main__":

@@ -452,6 +452,7 @@ def test_cancel(tmp_path: Path) -> None:
 
 def test_what_cannot_be_done_is_refused_with_the_names_of_the_fields(tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
+        ({"model": "sd4"}, r"model 'sd4' is none of the server's \(sd3, dit\); did you mean 'sd3'\?"),
         ({"width": 64}, "width and height belong together"),
         ({"width": 66, "height": 64}, "size 66x64: the model needs multiples of 4; use 64x64 or 68x64"),
         ({"prompt": " "}, "prompt 1 is empty"),

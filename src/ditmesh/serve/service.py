@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from .._version import __version__
-from ..errors import InputError
+from ..errors import InputError, did_you_mean
 from ..launch import Launcher, device_of_launcher, launcher, threads_of_launcher
 from ..launch.pool import PRELOAD
 from .errors import RESTART_SECONDS, Stopping
@@ -93,7 +93,10 @@ class Service(JobStore):
         if self._stopping:
             raise Stopping("the server is stopping and takes no more jobs; ask again in a moment", RESTART_SECONDS)
         name = request.model or next(iter(self._served))
-        model = self._served[name]
+        model = self._served.get(name)
+        if model is None:
+            known = ", ".join(self._served)
+            raise InputError(f"model {name[:80]!r} is none of the server's ({known}){did_you_mean(name, self._served)}")
         seed = secrets.randbelow(2**32) if request.seed is None else request.seed
         request = request.model_copy(update={"model": name, "seed": seed})
         model.check(request, self._settings.devices)

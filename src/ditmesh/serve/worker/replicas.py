@@ -167,7 +167,7 @@ class Replica:
         if rank > 0:
             return
         self._heard = time.monotonic()
-        if self._loaded == len(self._specs):
+        if self._ready:
             self._slowest = max(self._slowest, self._heard - self._worked)
         if isinstance(message, RanksUp):
             # A command that was sent before would have come before the call that takes it.
@@ -181,6 +181,11 @@ class Replica:
             self._worked, self._calls = self._heard, message.calls
         self._say(self, message)
 
+    @property
+    def _ready(self) -> bool:
+        """True if all models are loaded."""
+        return self._loaded == len(self._specs)
+
     def _missed(self) -> str | None:
         if self._killed or (self._stopping.is_set() and self._pool is None):
             return "stopped when they were told to"
@@ -189,7 +194,7 @@ class Replica:
             # This process was stopped itself, and its ranks perhaps with it (Ctrl-Z): that time does not count.
             self._heard, self._worked = min(now, self._heard + away), min(now, self._worked + away)
         self._looked = now
-        limit = max(self.limits.stall, 4 * self._slowest) if self._loaded == len(self._specs) else self.limits.load
+        limit = max(self.limits.stall, 4 * self._slowest) if self._ready else self.limits.load
         if now - self._heard > limit:
             self._stalled = f"said anything for {limit:g} s"
         elif now - self._worked > limit:
