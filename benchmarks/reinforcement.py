@@ -7,7 +7,8 @@ Runs are those of examples/reinforcement.yaml; ranks have one thread each.
 
 *learning*: three seeds; rewards of held-out prompts over the updates. Runs stay in ``--out``, and what is finished
 there is not trained again. Images of the first seed, before and after, go into ``measured/reinforcement.png``.
-*bits*: 20 updates in reproducible mode, in groups of two, on 1, 2 and 4 ranks: rewards, divergences, weights' digest.
+*bits*: 200 updates in groups of two, on 1, 2 and 4 ranks, in reproducible mode and without it: rewards, divergences,
+weights' digest.
 *speed*: samples a second, of rollout, rewards and update together, on two data ranks and on one, in turns.
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import numpy as np
 import yaml
 from rich.console import Console
 
@@ -53,7 +55,6 @@ def followed(given: Any) -> dict[str, Any]:
 
 def learning(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
     """Rewards by seed, of the samples of each step and of held-out prompts."""
-    import numpy as np
     from PIL import Image
 
     from ditmesh.launch import RankPool
@@ -80,18 +81,23 @@ def learning(options: argparse.Namespace, work: Path, console: Console) -> dict[
 
 
 def bits(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
-    """Rewards, divergences and weights by mesh."""
+    """Rewards, divergences and weights by mesh, with and without reproducible mode."""
     from ditmesh.launch import RankPool
 
     found, changes = dict[str, Any](), {"group_size": 2, "kl_weight": 0.01}
-    for name, degrees in MESHES.items():
-        parallel = {**degrees, "reproducible": True}
-        run = run_of(tempfile.mkdtemp(dir=work), options.steps or 20, changes, parallel=parallel)
-        with RankPool(ranks_of({"parallel": degrees}), threads=1) as pool:
-            found[name], *others = pool.run(followed, run)
-        assert all(other == found[name] for other in others)
-        same = "equal" if found[name] == found["1 rank"] else "NOT EQUAL"
-        console.print(f"{name}: weights {found[name]['weights']}, {same} to 1 rank")
+    for reproducible in (True, False):
+        alone = dict[str, Any]()
+        for mesh, degrees in MESHES.items():
+            parallel = {**degrees, **({"reproducible": True} if reproducible else {})}
+            run = run_of(tempfile.mkdtemp(dir=work), options.steps or 200, changes, parallel=parallel)
+            with RankPool(ranks_of({"parallel": degrees}), threads=1) as pool:
+                now, *others = pool.run(followed, run)
+            assert all(other == now for other in others)
+            alone = alone or now
+            far = {name: max(map(abs, np.subtract(now[name], alone[name]))) for name in ("reward", "kl")}
+            found[mesh if reproducible else f"{mesh}, not reproducible"] = now
+            same = "equal to 1 rank" if now == alone else f"largest differences from 1 rank {far}"
+            console.print(f"{mesh}, reproducible {reproducible}: weights {now['weights']}, {same}")
     return found
 
 
@@ -111,7 +117,7 @@ PARTS = {"learning": learning, "bits": bits, "speed": speed}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="updates: of learning (40), of bits (20), of a turn of speed (5)")
+    parser.add_argument("--steps", type=int, help="updates: of learning (40), of bits (200), of a turn of speed (5)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of speed")
     parser.add_argument("--out", type=Path, help="keep the runs of learning in this folder")
     measure(parser, PARTS, write_compactly)

@@ -119,6 +119,7 @@ def test_a_mistake_does_not_wait_for_torch() -> None:
             "--set learning_rate=1",
             "'learning_rate' stands in a group of settings: write optimizer: {learning_rate: ...}",
         ),
+        ("--set output.early_stopping_patience=1", "write reinforce: {early_stopping_patience: ...}"),
         ("--set data.resolutio=1", "'data.resolutio' is no training setting; did you mean 'resolution'?"),
     ],
 )

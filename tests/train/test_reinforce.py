@@ -291,7 +291,8 @@ def test_a_run_that_a_reward_has_stopped_goes_on_to_the_same_bits(tmp_path, monk
     rows = read_log(tmp_path / "b" / "loss.csv")
     for row, own in zip(rows, alone[0], strict=True):
         assert {name: row[name] for name in own if name in row} == {k: v for k, v in own.items() if k != "norm"}
-    assert [row["step"] for row in read_log(tmp_path / "b" / "validation.csv")] == [0, 1, 2]
+    validations = (tmp_path / "b" / "validation.csv").read_text().splitlines()
+    assert [line.partition(",")[0] for line in validations] == ["step", "0", "1", "2"]
     assert {file.name for file in (tmp_path / "b" / "validation").iterdir()} == {f"step-{n}-0.png" for n in range(3)}
     assert (Path(result["pipeline"]) / "pytorch_lora_weights.safetensors").exists()
 

@@ -159,7 +159,7 @@ class TrainConfig(SettingsGroup):
         given = {str(key): value for key, value in source.items()}
         for name, value in given.items():
             if name not in TrainConfig.model_fields or (name in GROUPS and not isinstance(value, (Mapping, BaseModel))):
-                raise ConfigError(_misplaced(name, None))
+                raise ConfigError(_misplaced(name, name, TrainConfig))
         if "parallel" in given:
             given["parallel"] = ParallelConfig.read(given["parallel"])
         try:
@@ -186,19 +186,15 @@ def _places() -> Iterator[tuple[str, str]]:
     return ((group, name) for group, kind in GROUPS.items() for name in kind.model_fields)
 
 
-def _misplaced(name: str, group: str | None) -> str:
-    """The sentence about a setting that is not in the group in which it stands; None: in no group."""
-    where = name if group is None else f"{group}.{name}"
-    for place in _places():
-        if _flat_name(*place) == name:
+def _misplaced(name: str, where: str, model: type[BaseModel]) -> str:
+    """The sentence about a setting `where` that is not among those of `model`."""
+    nested = {"reinforce": ReinforceConfig, "reinforce.rewards.N": RewardConfig, "lora": LoraConfig}
+    near = did_you_mean(name, [*model.model_fields, *(TrainConfig.flat_names() if model is TrainConfig else ())])
+    for place in [*_places(), *((group, inner) for group, kind in nested.items() for inner in kind.model_fields)]:
+        if name == _flat_name(*place) or (name == place[1] and not near):
             return f"{where!r} stands in a group of settings: write {place[0]}: {{{place[1]}: ...}}"
     if name in GROUPS:
         return f"{name} is a group of settings: write {name}: {{NAME: VALUE}}"
-    names = [".".join(place) for place in _places()]
-    if group is not None:
-        near = did_you_mean(name, GROUPS[group].model_fields)
-    else:
-        near = did_you_mean(name, [*TrainConfig.model_fields, *TrainConfig.flat_names(), *names])
     return f"{where!r} is no training setting{near or '; docs/training-settings.md has them all'}"
 
 
@@ -220,12 +216,10 @@ def _problem_of(error: ValidationError) -> str:
     # Names of types are part of the place as well.
     where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int))
     if first["type"] == "extra_forbidden":
-        if top[0] in GROUPS and len(first["loc"]) == 2:
-            return _misplaced(str(top[1]), str(top[0]))
-        kinds = {"lora": LoraConfig, "reinforce": RewardConfig if "rewards" in first["loc"] else ReinforceConfig}
-        known = kinds.get(str(top[0]), DataSetConfig)
-        name = str(first["loc"][-1])
-        return f"{where!r} is no training setting{did_you_mean(name, known.model_fields)}"
+        kinds = {"lora": LoraConfig, "reinforce": ReinforceConfig, **GROUPS}
+        if len(first["loc"]) > 2:
+            kinds |= {"reinforce": RewardConfig, "data": DataSetConfig}
+        return _misplaced(str(first["loc"][-1]), where, kinds[str(top[0])])
     if first["type"] == "missing":
         return f"{where} is missing"
     if where and isinstance(first["input"], (int, float, str)):

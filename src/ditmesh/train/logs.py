@@ -148,7 +148,7 @@ def read_log(path: Path) -> list[dict[Any, float]]:
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             try:
-                rows.append({name: float(value) for name, value in row.items()})
-            except (TypeError, ValueError):
+                rows.append({name: int(value) if value.isdigit() else float(value) for name, value in row.items()})
+            except (AttributeError, ValueError):
                 continue
     return rows

@@ -71,7 +71,7 @@ class _Reward:
     def __call__(self, images: np.ndarray, prompts: list[str]) -> np.ndarray:
         limit, batch = f"timeout_seconds={self.config.timeout_seconds:g}", f"{len(prompts)} images"
         if self._last is not None and not self._last.done():
-            raise RewardError(self.name, f"still runs a call that was late at {limit}; raise this, or mend the reward")
+            raise RewardError(self.name, f"still runs a call that was late at {limit}; raise it, or mend the reward")
         self._last = call = Future()
         # A function may write into images, and a late one goes on reading them. A thread begins on the first device.
         images = images.copy()
@@ -93,7 +93,7 @@ class _Reward:
         try:
             return call.result(self.config.timeout_seconds)
         except TimeoutError:
-            what = f"did not return within {limit} for {batch}; raise this, or mend the reward"
+            what = f"did not return within {limit} for {batch}; raise it, or mend the reward"
             raise RewardError(self.name, f"{what} (its thread goes on until it returns or the process ends)") from None
 
 
