@@ -33,9 +33,10 @@ MOST_OFF_FIRST = {torch.float32: 1e-4, torch.float64: 1e-4}
 def check_observable(kind: type) -> None:
     """Refuse a pipeline that cannot be trained, by its class.
 
-    Raises `ConfigError`: it takes no prompt and no class label, or has a scheduler for sound.
+    Raises `ConfigError`: it takes no prompt and no class label, or needs a scheduler for sound.
     """
-    if "audio_scheduler" in component_names(kind):
+    # Where it may be left out, the sound has a copy of the video's.
+    if "audio_scheduler" in {*component_names(kind)} - {*getattr(kind, "_optional_components", ())}:
         raise ConfigError(
             f"{kind.__name__} cannot be trained: it denoises video and sound together with a scheduler for each, and a "
             "run follows one; call ditmesh.parallelize(...) in a training loop of your own (docs/training.md)"
