@@ -373,6 +373,17 @@ def burst(server: Server, moment: str, generator: random.Random, longest: float)
     return {"moment": moment, "signals": sent, "gap": gap, "seconds": seconds, "processes": left}
 
 
+def left_in_memory(before: set[str]) -> list[str]:
+    """Shared memory that has come since and that no process has mapped: what another program works with is its own."""
+    mapped = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        # A process may end at any time.
+        with contextlib.suppress(OSError):
+            mapped.append(maps.read_text())
+    names = {path.name for path in SHARED.glob("*")} - before
+    return sorted(name for name in names if not any(f"{SHARED / name}" in lines for lines in mapped))
+
+
 def bursts(arguments: argparse.Namespace) -> dict[str, Any]:
     """Bursts of signals, each on a server of its own; what is not as it should be."""
     generator, found = random.Random(arguments.seed), []
@@ -392,9 +403,7 @@ def bursts(arguments: argparse.Namespace) -> dict[str, Any]:
             print(number, found[-1], flush=True)
         files = [path.name for path in scratch.iterdir()]
     wrong = [f"{one} is not over within {END:g} s" for one in found if one["seconds"] > END or one["processes"]]
-    # Semaphores are other programs': a server makes none.
-    remaining = {path.name for path in SHARED.glob("*") if not path.name.startswith("sem.")}
-    left = [*files, *sorted(remaining - shared)]
+    left = [*files, *left_in_memory(shared)]
     return {"bursts": found, "bad": [*wrong, *([f"left behind: {left}"] if left else [])]}
 
 
@@ -449,7 +458,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
                 "processes": server.processes(),
                 "unfinished files": [str(path) for path in server.folder.rglob(".*.tmp")],
                 "temporary files": [path.name for path in scratch.iterdir()],
-                "shared memory": sorted({path.name for path in SHARED.glob("*")} - shared),
+                "shared memory": left_in_memory(shared),
             }
     return {
         "requests": arguments.requests,

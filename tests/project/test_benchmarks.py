@@ -26,7 +26,7 @@ def measured(name: str, *arguments: Any, figures: Path) -> Any:
         env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return json.loads(figures.read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ PLACES = {"true_sizes": "--folder"}
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("run", RUNS)
 def test_a_benchmark_runs_to_its_end(tmp_path: Path, run: str) -> None:
     name, (arguments, check) = run.split()[0], RUNS[run]

@@ -87,7 +87,7 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 def ended(command: list[str], folder: Path, environment: dict[str, str]) -> str:
     """Runs the command, which must end well; what it printed."""
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
     assert result.returncode == 0, result.stderr[-6000:]
     return result.stdout
 

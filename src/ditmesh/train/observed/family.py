@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,8 @@ def check_observable(kind: type) -> None:
     Raises `ConfigError`: it takes no prompt and no class label, or needs a scheduler for sound.
     """
     # Where it may be left out, the sound has a copy of the video's.
-    if "audio_scheduler" in {*component_names(kind)} - {*getattr(kind, "_optional_components", ())}:
+    argument = inspect.signature(kind).parameters.get("audio_scheduler")
+    if "audio_scheduler" in component_names(kind) and (argument is None or argument.default is not None):
         raise ConfigError(
             f"{kind.__name__} cannot be trained: it denoises video and sound together with a scheduler for each, and a "
             "run follows one; call ditmesh.parallelize(...) in a training loop of your own (docs/training.md)"
