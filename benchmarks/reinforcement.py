@@ -1,14 +1,14 @@
 """Reinforcement learning: held-out rewards, the same bits on any ranks, samples a second.
 
-    python benchmarks/reinforcement.py learning bits --json benchmarks/measured/reinforcement.json
+    python benchmarks/reinforcement.py learning bits close --json benchmarks/measured/reinforcement.json
     python benchmarks/reinforcement.py speed        # two minutes; wants a quiet machine
 
 Runs are those of examples/reinforcement.yaml; ranks have one thread each.
 
 *learning*: three seeds; rewards of held-out prompts over the updates. Runs stay in ``--out``, and what is finished
 there is not trained again. Images of the first seed, before and after, go into ``measured/reinforcement.png``.
-*bits*: 200 updates in groups of two, on 1, 2 and 4 ranks, in reproducible mode and without it: rewards, divergences,
-weights' digest.
+*bits*, *close*: 200 updates in groups of two, on 1, 2 and 4 ranks, in reproducible mode and without it: rewards,
+divergences, weights' digest.
 *speed*: samples a second, of rollout, rewards and update together, on two data ranks and on one, in turns.
 """
 
@@ -81,23 +81,29 @@ def learning(options: argparse.Namespace, work: Path, console: Console) -> dict[
 
 
 def bits(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
-    """Rewards, divergences and weights by mesh, with and without reproducible mode."""
+    """Rewards, divergences and weights by mesh, in reproducible mode."""
+    return by_mesh(options, work, console, {"reproducible": True})
+
+
+def close(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
+    """The same without reproducible mode."""
+    return by_mesh(options, work, console, {})
+
+
+def by_mesh(options: argparse.Namespace, work: Path, console: Console, more: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of every update by mesh, of which the first has one rank."""
     from ditmesh.launch import RankPool
 
     found, changes = dict[str, Any](), {"group_size": 2, "kl_weight": 0.01}
-    for reproducible in (True, False):
-        alone = dict[str, Any]()
-        for mesh, degrees in MESHES.items():
-            parallel = {**degrees, **({"reproducible": True} if reproducible else {})}
-            run = run_of(tempfile.mkdtemp(dir=work), options.steps or 200, changes, parallel=parallel)
-            with RankPool(ranks_of({"parallel": degrees}), threads=1) as pool:
-                now, *others = pool.run(followed, run)
-            assert all(other == now for other in others)
-            alone = alone or now
-            far = {name: max(map(abs, np.subtract(now[name], alone[name]))) for name in ("reward", "kl")}
-            found[mesh if reproducible else f"{mesh}, not reproducible"] = now
-            same = "equal to 1 rank" if now == alone else f"largest differences from 1 rank {far}"
-            console.print(f"{mesh}, reproducible {reproducible}: weights {now['weights']}, {same}")
+    for mesh, degrees in MESHES.items():
+        run = run_of(tempfile.mkdtemp(dir=work), options.steps or 200, changes, parallel={**degrees, **more})
+        with RankPool(ranks_of({"parallel": degrees}), threads=1) as pool:
+            found[mesh], *others = pool.run(followed, run)
+        assert all(other == found[mesh] for other in others)
+        alone = found["1 rank"]
+        far = {name: max(map(abs, np.subtract(found[mesh][name], alone[name]))) for name in ("reward", "kl")}
+        same = "equal to 1 rank" if found[mesh] == alone else f"largest differences from 1 rank {far}"
+        console.print(f"{mesh}: weights {found[mesh]['weights']}, {same}")
     return found
 
 
@@ -112,12 +118,14 @@ def speed(options: argparse.Namespace, work: Path, console: Console) -> dict[str
     return in_turns(lines, run, options.repeats, title, console)
 
 
-PARTS = {"learning": learning, "bits": bits, "speed": speed}
+PARTS = {"learning": learning, "bits": bits, "close": close, "speed": speed}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="updates: of learning (40), of bits (200), of a turn of speed (5)")
+    parser.add_argument(
+        "--steps", type=int, help="updates: of learning (40), of bits and close (200), of a turn of speed (5)"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="turns of speed")
     parser.add_argument("--out", type=Path, help="keep the runs of learning in this folder")
     measure(parser, PARTS, write_compactly)
