@@ -216,10 +216,11 @@ def _problem_of(error: ValidationError) -> str:
     # Names of types are part of the place as well.
     where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int))
     if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])
         kinds = {"lora": LoraConfig, "reinforce": ReinforceConfig, **GROUPS}
         if len(first["loc"]) > 2:
             kinds |= {"reinforce": RewardConfig, "data": DataSetConfig}
-        return _misplaced(str(first["loc"][-1]), where, kinds[str(top[0])])
+        return _misplaced(name, where, kinds[str(top[0])])
     if first["type"] == "missing":
         return f"{where} is missing"
     if where and isinstance(first["input"], (int, float, str)):
