@@ -424,7 +424,7 @@ class TaskScheduler:
         return awake
 
     def _next_alone(self, model: LoadedModel, awake: Sequence[RunningTask], now: float) -> RunningTask:
-        """The next task of a model whose tasks run alone; at most one task rests half-way, with the keys it keeps."""
+        """The next task of a model that runs a task at a time; at most one begun task pauses with its keys."""
         begun = [work for work in self.tasks.values() if work.model == model.spec.name and work.run is not None]
         if model.batcher.delegates and len(begun) == 1:
             begun = [work for work in begun if work in awake]
