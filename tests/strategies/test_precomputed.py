@@ -346,16 +346,26 @@ def test_weights_stay_in_host_memory_while_the_rest_moves():
         assert all(parameter.numel() for parameter in model.parameters())
 
 
-AXES: list[dict[str, Any]] = [
-    {"ulysses": 2},
-    {"ring": 2},
-    {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
-    {"cfg": 2},
-    {"data": 2},
-    {"tensor": 2},
-    {"pipe": 2, "patches": 3, "warmup": "fixed(1)"},
-    {"ulysses": 2, "shard": 2},
-]
+AXES: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"ulysses": 2},
+        {"ring": 2},
+        {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
+        {"cfg": 2},
+        {"data": 2},
+        {"tensor": 2},
+        {"pipe": 2, "patches": 3, "warmup": "fixed(1)"},
+        {"ulysses": 2, "shard": 2},
+    ],
+    4: [
+        {"ulysses": 2, "ring": 2},
+        {"cfg": 2, "ulysses": 2},
+        {"data": 2, "ring": 2, "exchange": "gather"},
+        {"tensor": 2, "ulysses": 2},
+        {"pipe": 2, "patches": 3, "warmup": "fixed(1)", "ulysses": 2},
+        {"ring": 4, "reproducible": True},
+    ],
+}
 
 
 class Loop(DiffusionPipeline):
@@ -378,7 +388,7 @@ class Loop(DiffusionPipeline):
         return outputs
 
 
-def on_every_axis(name: str, dtype: torch.dtype) -> dict[str, tuple[bool, int]]:
+def on_every_axis(name: str, dtype: torch.dtype, count: int) -> dict[str, tuple[bool, int]]:
     """By configuration that runs: whether it has the same bits with values ahead, and how many modules went ahead."""
     model, made = copy.deepcopy(tiny(name)).to(dtype), inputs(name, RAGGED)
     time = timestep_among(made) or ""
@@ -386,7 +396,7 @@ def on_every_axis(name: str, dtype: torch.dtype) -> dict[str, tuple[bool, int]]:
     # The pipelines of these cast timesteps, too.
     call[time] = call[time] if name in ("HunyuanDiT", "HunyuanVideo15") else made[time]
     results = {}
-    for config in AXES:
+    for config in AXES[count]:
         pipe: Any = Loop(model, flow())
         try:
             with ditmesh.parallelized(pipe, config):
@@ -404,16 +414,17 @@ def on_every_axis(name: str, dtype: torch.dtype) -> dict[str, tuple[bool, int]]:
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("count", AXES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MAKERS)
-def test_every_reviewed_class_on_every_axis(ranks, name, dtype):
-    every = ranks(2).run(on_every_axis, name, dtype)
-    assert len(every[0]) > 3
-    assert every[0].keys() == every[1].keys()
+def test_every_reviewed_class_on_every_axis(ranks, name, dtype, count):
+    every = ranks(count).run(on_every_axis, name, dtype, count)
+    assert len(every[0]) >= 4
+    assert all(results.keys() == every[0].keys() for results in every)
     for results in every:
         assert all(same for same, _ in results.values()), results
         # Of two samples the values of Chroma's tiny approximator are larger than its weights.
-        axis = str({"cfg": 2} if name == "Chroma" else AXES[0])
+        axis = str(next(axes for axes in AXES[count] if "cfg" in axes) if name == "Chroma" else AXES[count][0])
         assert results[axis][1] if axis in results else True, results
 
 
