@@ -84,12 +84,8 @@ class Tables:
         """A table; None: it was not measured."""
         for one in self.all:
             of = one["table"]
-            wanted = (
-                (part, of["part"]),
-                (model or of["model"], of["model"]),
-                (sampler or of["sampler"], of["sampler"]),
-            )
-            if all(ours == theirs for ours, theirs in wanted) and steps in (0, of["steps"]):
+            wanted = part, model or of["model"], sampler or of["sampler"]
+            if wanted == (of["part"], of["model"], of["sampler"]) and steps in (0, of["steps"]):
                 return one
         return None
 
@@ -118,20 +114,15 @@ def bars(axis: Any, xs: Sequence[float], rows: Sequence[dict[str, Any]], number:
     """PSNR with standard errors."""
     ys = [row["psnr"]["value"] for row in rows]
     errors = [row["psnr"]["error"] or 0.0 for row in rows]
-    style = {
-        "color": COLOURS[number % len(COLOURS)],
-        "marker": MARKS[number % len(MARKS)],
-        "capsize": 2,
-        "elinewidth": 0.8,
-    }
+    mark = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)]}
+    style = {**mark, "capsize": 2, "elinewidth": 0.8}
     axis.errorbar(xs, ys, yerr=errors, label=label, **(style | more))
 
 
-def draw_warmup(tables: Tables) -> Path | None:
+def draw_warmup(tables: Tables) -> Path:
     """PSNR over warm-up, a line for each N; policies with five synchronous steps beside; DPM-Solver++ dashed."""
     table = tables.find("experiment", "emoji-dit-s", "ddim")
-    if table is None:
-        return None
+    assert table is not None
     figure, axis = plt().subplots(figsize=(6.4, 4.0))
     warmups = list(dict.fromkeys(row["warmup"] for row in table["rows"]))
     labels = {"first_last(1, 4)": "first,\nlast 4", "adaptive(0.001, 5)": "adap-\ntive, 5"}
@@ -157,11 +148,9 @@ def draw_warmup(tables: Tables) -> Path | None:
     return save(figure, "warmup", f"{said}; DDIM where nothing is said; displaced patches; bars: standard error")
 
 
-def draw_counts(_: Tables) -> Path | None:
+def draw_counts(_: Tables) -> Path:
     """PSNR over the number of steps, with keys as they are (dashed) and moved on."""
     models = read("predict").get("models", {})
-    if not models:
-        return None
     figure, axes = plt().subplots(1, 2, figsize=(7.4, 3.6), sharey=True)
     for axis, strategy in zip(axes, ("displaced", "pipefusion"), strict=True):
         for number, (name, of) in enumerate(models.items()):
@@ -181,29 +170,9 @@ def draw_counts(_: Tables) -> Path | None:
     return save(figure, "counts", said, "predict")
 
 
-def draw_links(_: Tables) -> Path | None:
-    """Seconds of a step over nanoseconds a bit, in which times are straight lines and crossings can be read."""
-    rows = read("links").get("rows", {})
-    if not rows:
-        return None
-    figure, axis = plt().subplots(figsize=(7.0, 3.6))
-    shown = ("ulysses=2", "ring=2", "tensor=2", "displaced", "displaced, int8", "pipe=2 patches=3")
-    for number, name in enumerate(shown):
-        values = [rows[name][rate]["seconds"] for rate in ("1e+10", "1e+09", "2e+08")]
-        axis.plot((0.1, 1, 5), values, color=COLOURS[number], marker=MARKS[number], label=name)
-    axis.axhline(read("links")["one rank alone, seconds"]["one rank"], color="#999999", linestyle="--", linewidth=0.8)
-    axis.set_xlabel("nanoseconds a bit (0.1 is 10 Gb/s, 1 is 1 Gb/s, 5 is 200 Mb/s)")
-    axis.set_ylabel("seconds of a step")
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize=8)
-    return save(figure, "links", "two hosts, one rank of one thread each; dashes: one rank alone", "links")
-
-
-def draw_training(_: Tables) -> Path | None:
+def draw_training(_: Tables) -> Path:
     """Losses of the same run on several meshes."""
     lines = read("training").get("curves", {}).get("losses", {})
-    if not lines:
-        return None
     figure, axis = plt().subplots(figsize=(7.0, 3.6))
     for number, (name, losses) in enumerate(lines.items()):
         # Later lines are thinner, so that those that lie on one another are all seen.
@@ -219,11 +188,9 @@ def draw_training(_: Tables) -> Path | None:
     )
 
 
-def draw_reinforcement(_: Tables) -> Path | None:
+def draw_reinforcement(_: Tables) -> Path:
     """Rewards over updates, and images of held-out prompts before and after."""
     runs = read("reinforcement").get("learning", {})
-    if not runs:
-        return None
     figure, axes = plt().subplots(2, 1, figsize=(7.2, 4.4), height_ratios=(2, 1))
     for number, (seed, run) in enumerate(runs.items()):
         axes[0].plot(run["reward"], color=COLOURS[number], linewidth=0.5)
@@ -242,13 +209,11 @@ def draw_reinforcement(_: Tables) -> Path | None:
     return save(figure, "reinforcement", said, "reinforcement")
 
 
-def draw_pictures(_: Tables) -> Path | None:
+def draw_pictures(_: Tables) -> Path:
     """Images by strategy, and beside them their differences from the exact ones."""
     from PIL import Image
 
     data = read("pictures")
-    if not data:
-        return None
     side, count = 64, len(data["columns"])
     with Image.open(MEASURED / "pictures.png") as image:
         pixels = np.asarray(image.convert("RGB"), dtype=np.float64) / 255
@@ -275,11 +240,9 @@ def details(tables: Tables) -> list[tuple[str, dict[str, Any]]]:
     return [(names[name], table) for name in names if (table := tables.find("detail", name)) is not None]
 
 
-def draw_steps(tables: Tables) -> Path | None:
+def draw_steps(tables: Tables) -> Path:
     """Error of the prediction by step: several warm-ups; and several models on the same latents."""
     some = details(tables)
-    if not some:
-        return None
     figure, axes = plt().subplots(1, 2, figsize=(7.6, 3.0), sharey=True)
     _, table = some[0]
     for number, warmup in enumerate(("fixed(0)", "fixed(1)", "fixed(10)")):
@@ -305,11 +268,9 @@ def draw_steps(tables: Tables) -> Path | None:
     return save(figure, "steps", f"{tables.said(table)}; N = 4, displaced; bands: standard error")
 
 
-def draw_layers(tables: Tables) -> Path | None:
+def draw_layers(tables: Tables) -> Path:
     """Attention's error: by layer and step as a map, and its margin by layer."""
     some = details(tables)
-    if not some:
-        return None
     _, table = some[0]
     (row,) = tables.rows(table, warmup="fixed(1)")
     blocks = list(row["attention_error"])
@@ -360,11 +321,9 @@ def draw_layers(tables: Tables) -> Path | None:
     )
 
 
-def draw_places(tables: Tables) -> Path | None:
+def draw_places(tables: Tables) -> Path:
     """The prediction's error by token, and by row of tokens over steps."""
     some = [(name, table) for name, table in details(tables) if "error_by_place" in table["rows"][0]]
-    if not some:
-        return None
     figure, axes = plt().subplots(2, 2, figsize=(7.2, 6.2))
     devices, axes = 4, axes.ravel()
     for axis, (name, table) in zip(axes, some, strict=False):
@@ -402,11 +361,9 @@ def draw_places(tables: Tables) -> Path | None:
     )
 
 
-def draw_load(_: Tables) -> Path | None:
+def draw_load(_: Tables) -> Path:
     """Work of every rank in every step."""
     cases = read("load").get("cases", {})
-    if not cases:
-        return None
     figure, axis = plt().subplots(figsize=(7.0, 3.2))
     lines, labels = [], []
     for name, case in cases.items():
@@ -427,11 +384,9 @@ def draw_load(_: Tables) -> Path | None:
     )
 
 
-def draw_moving(_: Tables) -> Path | None:
+def draw_moving(_: Tables) -> Path:
     """Seconds of every step while a rank becomes slow, with tokens that move, that stay, and given speeds."""
     data = read("moving")
-    if not data:
-        return None
     styles = {
         "ring=2, even": (COLOURS[1], "-"),
         "ring=2, speeds=auto": (COLOURS[0], "-"),
@@ -469,11 +424,9 @@ def draw_moving(_: Tables) -> Path | None:
     )
 
 
-def draw_sameness(_: Tables) -> Path | None:
+def draw_sameness(_: Tables) -> Path:
     """Difference of exact strategies over tokens and steps, and their speed."""
     rows = read("sameness").get("growth", [])
-    if not rows:
-        return None
     figure, axes = plt().subplots(1, 2, figsize=(7.6, 3.0))
     names = list(dict.fromkeys(row["strategy"] for row in rows))
     for number, name in enumerate(names):
@@ -510,8 +463,8 @@ def draw_sameness(_: Tables) -> Path | None:
     )
 
 
-NAMES = "counts warmup steps layers places load moving sameness links training reinforcement pictures"
-FIGURES: dict[str, Callable[[Tables], Path | None]] = {name: globals()[f"draw_{name}"] for name in NAMES.split()}
+NAMES = "counts warmup steps layers places load moving sameness training reinforcement pictures"
+FIGURES: dict[str, Callable[[Tables], Path]] = {name: globals()[f"draw_{name}"] for name in NAMES.split()}
 
 
 def main() -> None:
@@ -522,8 +475,7 @@ def main() -> None:
     tables = Tables()
     for name, draw in FIGURES.items():
         if name in (options.only or [name]):
-            file = draw(tables)
-            print(f"{name}: {'not measured' if file is None else file.name}")
+            print(f"{name}: {draw(tables).name}")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ from harness import write_compactly
 from training import in_turns, measure, ranks_of, trainer_of
 
 RUN = Path(__file__).resolve().parents[1] / "examples" / "reinforcement.yaml"
+# One of its rewards lies beside it; ranks have this process's path.
+sys.path.insert(0, str(RUN.parent))
 SEEDS = (0, 1, 2)
 MESHES = {"1 rank": {}, "data=2": {"data": 2}, "data=2, ulysses=2": {"data": 2, "ulysses": 2}}
 
@@ -124,7 +126,7 @@ PARTS = {"learning": learning, "bits": bits, "close": close, "speed": speed}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--steps", type=int, help="updates: of learning (40), of bits and close (200), of a turn of speed (5)"
+        "--steps", type=int, help="updates: of learning, bits and close (200), of a turn of speed (5)"
     )
     parser.add_argument("--repeats", type=int, default=5, help="turns of speed")
     parser.add_argument("--out", type=Path, help="keep the runs of learning in this folder")

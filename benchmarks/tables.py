@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 
 from figures import MEASURED, Tables, read
-from harness import command_line
+from harness import command_line, paired_ratios
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TODAY = {
@@ -361,6 +361,30 @@ def overhead() -> Iterator[Row]:
             )
 
 
+def exact() -> Iterator[Row]:
+    """Exact strategies: speed-up over plain diffusers on one rank, and what reproducible mode takes."""
+    heads = {count: read(name)["seconds"] for count, name in ((8, "exact"), (6, "exact-6"), (5, "exact-5"))}
+    yield "speed-up, median (min to max)", *(f"{count} heads" for count in heads), "with `reproducible`, times as long"
+    alone, *names = heads[8]
+    for name in names:
+        if not name.startswith("reproducible"):
+            ratios = [paired_ratios(times[alone], times[name]) if name in times else [] for times in heads.values()]
+            cells = [f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" if r else "" for r in ratios]
+            slower = heads[8].get(f"reproducible, {name.removeprefix('ditmesh, ')}")
+            over = f"{statistics.median(paired_ratios(slower, heads[8][name])):.2f}" if slower else ""
+            yield name, *cells, over
+
+
+def ahead() -> Iterator[Row]:
+    """A step with values computed ahead, over the step without."""
+    rows = {(row["model"], row["mesh"]): row for row in read("ahead")["rows"]}
+    yield "seconds with over without", *(meshes := list(dict.fromkeys(mesh for _, mesh in rows))), "same bits"
+    for model in dict.fromkeys(name for name, _ in rows):
+        found = [rows[model, mesh] for mesh in meshes]
+        equal = all(row["equal"] for row in found)
+        yield f"`{model}`", *(f"{row['ratio']:.2f}" for row in found), "yes" if equal else "no"
+
+
 def deadlines() -> Iterator[Row]:
     """A server with and without deadlines."""
     yield (
@@ -383,6 +407,13 @@ def deadlines() -> Iterator[Row]:
             *shares,
             *(", ".join(f"{run[key]:.{digits}f}" for run in pair) for key, digits in numbers),
         )
+
+
+def faults() -> Iterator[Row]:
+    """A server while something fails."""
+    yield "fault", "after images", "server is back after, s", "next image after, s"
+    for row in read("serving-faults")["faults"]:
+        yield f"`{row['fault']}`", f"{row['at']}", f"{row['back_seconds']:.1f}", f"{row['next_picture_seconds']:.1f}"
 
 
 def training_speed() -> Iterator[Row]:
@@ -471,7 +502,7 @@ def files() -> Iterator[Row]:
 
 NAMES = (
     "devices steps axes rounds counts costs gains objectives samplers few_steps strategies codecs tokens videos "
-    "distribution load moving true_size links overhead deadlines training_speed training_curves "
+    "distribution load moving true_size links exact ahead overhead deadlines faults training_speed training_curves "
     "reinforcement sameness degrees vae memory files"
 )
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {name.replace("_", "-"): globals()[name] for name in NAMES.split()}

@@ -128,7 +128,7 @@ def test_the_runner_knows_all_benchmarks(monkeypatch: pytest.MonkeyPatch, capsys
     listed = capsys.readouterr().out.splitlines()
     files = {path.stem for path in BENCHMARKS.glob("*.py")} - runner["SHARED"]
     assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check"}
-    with pytest.raises(SystemExit, match="there is no benchmark 'exakt'; use one of cards, comfyui_graphs, "):
+    with pytest.raises(SystemExit, match="there is no benchmark 'exakt'; use one of ahead, cards, comfyui_graphs, "):
         runner["main"](["exakt"])
 
 
