@@ -203,9 +203,7 @@ def draw_reinforcement(_: Tables) -> Path:
     axes[1].set_yticks((32, 96), ("before", "after"))
     axes[1].set_xticks(())
     axes[1].grid(visible=False)
-    said = (
-        "emoji-flux, LoRA, reward: nearness to red; thick: 12 held-out prompts, thin: samples of a step; images: seed 0"
-    )
+    said = "emoji-flux, LoRA; thick: 12 held-out prompts, thin: samples of a step; images: seed 0"
     return save(figure, "reinforcement", said, "reinforcement")
 
 

@@ -72,7 +72,9 @@ def learning(options: argparse.Namespace, work: Path, console: Console) -> dict[
                 pool.run(train, run)
         rows, held_out = read_log(folder / "loss.csv"), read_log(folder / "validation.csv")
         found[str(seed)] = {name: [row[name] for row in rows] for name in ("reward", "log_probability_difference")}
-        found[str(seed)]["held out"] = {int(row["step"]): row["validation_reward"] for row in held_out}
+        for name in [name for name in held_out[0] if name.startswith("validation_reward")]:
+            title = name.replace("validation_reward", "held out", 1)
+            found[str(seed)][title] = {int(row["step"]): row[name] for row in held_out}
         before, after = held_out[0]["validation_reward"], held_out[-1]["validation_reward"]
         console.print(f"seed {seed}: held-out reward {before:.4f} before, {after:.4f} after {len(rows)} updates")
     start = runs / f"s{SEEDS[0]}" / "validation" / "step-"
@@ -125,9 +127,7 @@ PARTS = {"learning": learning, "bits": bits, "close": close, "speed": speed}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--steps", type=int, help="updates: of learning, bits and close (200), of a turn of speed (5)"
-    )
+    parser.add_argument("--steps", type=int, help="updates: of learning, bits, close (200), of a turn of speed (5)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of speed")
     parser.add_argument("--out", type=Path, help="keep the runs of learning in this folder")
     measure(parser, PARTS, write_compactly)

@@ -366,23 +366,23 @@ def exact() -> Iterator[Row]:
     heads = {count: read(name)["seconds"] for count, name in ((8, "exact"), (6, "exact-6"), (5, "exact-5"))}
     yield "speed-up, median (min to max)", *(f"{count} heads" for count in heads), "with `reproducible`, times as long"
     alone, *names = heads[8]
-    for name in names:
-        if not name.startswith("reproducible"):
-            ratios = [paired_ratios(times[alone], times[name]) if name in times else [] for times in heads.values()]
-            cells = [f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" if r else "" for r in ratios]
-            slower = heads[8].get(f"reproducible, {name.removeprefix('ditmesh, ')}")
-            over = f"{statistics.median(paired_ratios(slower, heads[8][name])):.2f}" if slower else ""
-            yield name, *cells, over
+    for name in [name for name in names if not name.startswith("reproducible")]:
+        ratios = [paired_ratios(times[alone], times[name]) if name in times else [] for times in heads.values()]
+        cells = [f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" if r else "" for r in ratios]
+        slower = heads[8].get(f"reproducible, {name.removeprefix('ditmesh, ')}")
+        over = f"{statistics.median(paired_ratios(slower, heads[8][name])):.2f}" if slower else ""
+        yield name, *cells, over
 
 
 def ahead() -> Iterator[Row]:
-    """A step with values computed ahead, over the step without."""
+    """A step, and a request, with values computed ahead, over those without."""
     rows = {(row["model"], row["mesh"]): row for row in read("ahead")["rows"]}
-    yield "seconds with over without", *(meshes := list(dict.fromkeys(mesh for _, mesh in rows))), "same bits"
+    meshes = list(dict.fromkeys(mesh for _, mesh in rows))
+    yield "seconds with over without", *(f"{of}, {mesh}" for of in ("step", "request") for mesh in meshes), "same bits"
     for model in dict.fromkeys(name for name, _ in rows):
         found = [rows[model, mesh] for mesh in meshes]
-        equal = all(row["equal"] for row in found)
-        yield f"`{model}`", *(f"{row['ratio']:.2f}" for row in found), "yes" if equal else "no"
+        equal = "yes" if all(row["equal"] for row in found) else "no"
+        yield f"`{model}`", *(f"{row[of]:.2f}" for of in ("step", "request") for row in found), equal
 
 
 def deadlines() -> Iterator[Row]:
@@ -441,15 +441,17 @@ def training_curves() -> Iterator[Row]:
 
 def reinforcement() -> Iterator[Row]:
     """Rewards of held-out prompts, before and after."""
-    runs = {seed: run["held out"] for seed, run in read("reinforcement")["learning"].items()}
-    steps = [*next(iter(runs.values()))]
+    runs = read("reinforcement")["learning"]
+    first, *_, last = steps = [*runs["0"]["held out"]]
     yield "held-out reward", *(f"after {step} updates" for step in steps), "rise"
-    for seed, rewards in runs.items():
-        rise = rewards[steps[-1]] - rewards[steps[0]]
-        yield f"seed {seed}", *(f"{rewards[step]:.3f}" for step in steps), f"{rise:+.3f}"
-    columns = [[rewards[step] for rewards in runs.values()] for step in steps]
-    columns.append([last - first for first, last in zip(columns[0], columns[-1], strict=True)])
-    yield "mean ± standard error", *(mean_error(column, 3) for column in columns)
+    for seed, run in runs.items():
+        rewards = run["held out"]
+        yield f"seed {seed}", *(f"{each:.3f}" for each in rewards.values()), f"{rewards[last] - rewards[first]:+.3f}"
+    for name in [name for name in runs["0"] if name.startswith("held out")]:
+        columns = [[run[name][step] for run in runs.values()] for step in steps]
+        columns.append([run[name][last] - run[name][first] for run in runs.values()])
+        title = "mean ± standard error" if name == "held out" else f"of `{name.removeprefix('held out_')}`"
+        yield title, *(mean_error(column, 3) for column in columns)
 
 
 def sameness() -> Iterator[Row]:
