@@ -16,6 +16,7 @@ from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2K
 from torch import Tensor, nn
 
 import ditmesh
+from ditmesh.config import ParallelConfig
 from ditmesh.core.partition import even_cut
 from support.classes import animate_2, animate_2_call, made, noise, refiner
 from support.exam import EXAMS
@@ -28,6 +29,7 @@ ULYSSES = {"ulysses": 2}
 GATHER = {"ring": 2, "exchange": "gather"}
 # Of three ranks one has two of four heads; two heads are too few, and every rank keeps them all.
 GATHER_3 = {"ring": 3, "exchange": "gather"}
+TENSOR = {"tensor": 2}
 
 # A program that draws with a model, and what the model has kept then; the model; how many heads it has.
 Program = tuple[Any, Callable[[], tuple[list[Tensor], Any]], int]
@@ -136,15 +138,17 @@ CASES = [
     pytest.param(name, config, marks=[pytest.mark.matrix] * (name in SLOW or (config != ULYSSES and name != first)))
     for first in ("SanaWMLTX2Refiner",)
     for name in PROGRAMS
-    for config in (ULYSSES, GATHER, GATHER_3)
+    for config in (ULYSSES, GATHER, GATHER_3, TENSOR)
+    # Its table of positions is by channels of all heads, which tensor does not cut for a class without a review.
+    if config != TENSOR or name != first
 ]
 
 
 @pytest.mark.parametrize(("name", "config"), CASES)
 def test_chunk_by_chunk(ranks, name, config):
-    number = config.get("ulysses", config.get("ring"))
+    number = ParallelConfig(**config).world_size
     errors, shares, heads = zip(*ranks(number).run(chunk_by_chunk, name, config), strict=True)
-    assert max(max(errors)) <= (0 if number == 2 else TOLERANCE)
+    assert max(max(errors)) <= (0 if config in (ULYSSES, GATHER) else TOLERANCE)
     # Lists of blocks may have their spare heads on unlike ranks.
     assert sum(shares) == pytest.approx(sum(heads), abs=1e-3), shares
     assert max(shares) <= max(heads) + 1e-3, shares

@@ -22,6 +22,7 @@ from ...comm import Link
 from ...comm.autograd import enter_slices, gather_features, leave_slices, sum_of_slices
 from ...config import ParallelConfig
 from ...core.arguments import Arguments, covers, parameter_names
+from ...core.objects import kept_tensors
 from ...core.partition import Partition
 from ...core.patching import Patch, refuse_loading, refuse_reading, refuse_saving, wrap_methods
 from ...core.values import tracked
@@ -106,7 +107,7 @@ class TensorParallel:
         # Adapters come and go between calls; looking once a call is cheap and misses none.
         before: Any = partial(self._before_call)
         before.brings_weights = True
-        self._undo.callback(model.register_forward_pre_hook(before, prepend=True).remove)
+        self._undo.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         self._undo.callback(model.register_forward_hook(self._forget_entered, always_call=True).remove)
 
     def close(self) -> None:
@@ -186,8 +187,12 @@ class TensorParallel:
                     f"{self.link.size} does not cut (an IP-Adapter's); unload it, or use ulysses, ring, cfg or data"
                 )
 
-    def _before_call(self, *_: Any) -> None:
-        """Look whether processors or adapters were changed since the last call."""
+    def _before_call(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Look whether processors or adapters were changed since the last call, and for keys of all heads."""
+        for place, name, kept in kept_tensors(Arguments((), args, kwargs)):
+            # A pipeline has made room for them.
+            if kept.dim() == 5 and (cut := self.plan.kept.get(kept.shape[2])) is not None:
+                place[name] = cut.copy(kept, 2, self.link.rank)
         self._check_processors()
         self._follow_adapters()
         if torch.is_grad_enabled():
