@@ -72,9 +72,7 @@ def compact(value: Any, levels: int) -> str:
     if levels == 0 or len(whole) <= 120 or not isinstance(value, list | dict):
         return whole
     pairs = isinstance(value, dict)
-    entries = (
-        [(f"{json.dumps(str(name))}: ", each) for name, each in value.items()] if pairs else [("", v) for v in value]
-    )
+    entries = [(f"{json.dumps(str(key))}: ", v) for key, v in value.items()] if pairs else [("", v) for v in value]
     lines = ",\n".join(name + compact(each, levels - 1) for name, each in entries)
     opened, closed = "{}" if pairs else "[]"
     return f"{opened}\n{lines}\n{closed}"

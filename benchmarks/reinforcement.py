@@ -31,8 +31,7 @@ from harness import write_compactly
 from training import in_turns, measure, ranks_of, trainer_of
 
 RUN = Path(__file__).resolve().parents[1] / "examples" / "reinforcement.yaml"
-# One of its rewards lies beside it; ranks have this process's path.
-sys.path.insert(0, str(RUN.parent))
+sys.path.insert(0, str(RUN.parent))  # Of one of its rewards; ranks have this process's path.
 SEEDS = (0, 1, 2)
 MESHES = {"1 rank": {}, "data=2": {"data": 2}, "data=2, ulysses=2": {"data": 2, "ulysses": 2}}
 
@@ -90,17 +89,18 @@ def bits(options: argparse.Namespace, work: Path, console: Console) -> dict[str,
 
 
 def close(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
-    """The same without reproducible mode."""
-    return by_mesh(options, work, console, {})
+    """The same without reproducible mode, at the run's learning rate or another."""
+    rate = {"optimizer": {"learning_rate": options.rate, "train_batch_size": 8}} if options.rate else {}
+    return by_mesh(options, work, console, {}, **rate)
 
 
-def by_mesh(options: argparse.Namespace, work: Path, console: Console, more: dict[str, Any]) -> dict[str, Any]:
+def by_mesh(options: Any, work: Path, console: Console, how: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Numbers of every update by mesh, of which the first has one rank."""
     from ditmesh.launch import RankPool
 
     found, changes = dict[str, Any](), {"group_size": 2, "kl_weight": 0.01}
     for mesh, degrees in MESHES.items():
-        run = run_of(tempfile.mkdtemp(dir=work), options.steps or 200, changes, parallel={**degrees, **more})
+        run = run_of(tempfile.mkdtemp(dir=work), options.steps or 200, changes, parallel={**degrees, **how}, **more)
         with RankPool(ranks_of({"parallel": degrees}), threads=1) as pool:
             found[mesh], *others = pool.run(followed, run)
         assert all(other == found[mesh] for other in others)
@@ -128,6 +128,7 @@ PARTS = {"learning": learning, "bits": bits, "close": close, "speed": speed}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="updates: of learning, bits, close (200), of a turn of speed (5)")
+    parser.add_argument("--rate", type=float, help="learning rate of close")
     parser.add_argument("--repeats", type=int, default=5, help="turns of speed")
     parser.add_argument("--out", type=Path, help="keep the runs of learning in this folder")
     measure(parser, PARTS, write_compactly)

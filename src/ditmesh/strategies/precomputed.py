@@ -20,6 +20,7 @@ from itertools import chain
 from typing import Any, cast
 
 import torch
+from greenlet import getcurrent
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -94,9 +95,8 @@ class PrecomputedModel:
         # On a CPU, host memory is where they are.
         self.frees_weights = context.mesh.device.type != "cpu"
         self._timestep = timestep_of(model.model, model.layout)
-        blocks = blocks_of(model.model, model.layout) if context.config.compile is not None else []
         # Where modules lie that run inside of a graph.
-        self._compiled = tuple(f"{path}." for path, _ in blocks)
+        self._compiled = self._blocks if context.config.compile is not None else ()
         # Arguments that were others in later steps, how often, and those taken for the image's.
         self._changes: Counter[str] = Counter()
         self._image: set[str] = set()
@@ -115,10 +115,12 @@ class PrecomputedModel:
         self._away: dict[Tensor, Tensor] = {}
         # Those that are there between requests, too; None: not looked for yet, as other strategies cut weights first.
         self._homeless: set[Tensor] | None = None
-        # The row of the call in progress, the calls that it was computed with, and the calls of each module so far.
+        # The row of the call in progress, the calls that it was computed with, and the calls of each module so far: by
+        # tile, as tiles of a block wait for one another between the calls, or inside of the module itself.
         self._row: Row = {}
         self._batch: _Batch | None = None
-        self._calls: dict[str, int] = {}
+        self._calls: Counter[tuple[str, Any]] = Counter()
+        self._running: Counter[str] = Counter()
 
     # --- a request ---------------------------------------------------------------------------------------
 
@@ -151,12 +153,12 @@ class PrecomputedModel:
             return proceed(arguments)
         batch = foreseen.batch
         self._leave()
-        self._row, self._batch, self._calls = foreseen.row, batch, dict.fromkeys(foreseen.row, 0)
+        self._row, self._batch = foreseen.row, batch
         try:
             with self._in_graphs(batch.compares > 0):
                 result = proceed(arguments)
         finally:
-            self._row = {}
+            self._row, self._calls = {}, Counter()
         self._leave_out()
         batch.compares -= batch.compares > 0
         if not batch.compares:
@@ -255,13 +257,14 @@ class PrecomputedModel:
         run = PartialRun(inputs, [[*times.values()] for times in later], self._absent)
         slices = self._parallel.find(TensorParallel)
         watch = _watched(self._model, run, slices, self._lending, given.args, given.kwargs)
-        if run.later.obstacle:
-            later = []
+        blocks, later = self._blocks, [] if run.later.obstacle else later
         row = {
             path: calls
             for path, calls in watch.outputs(1 + len(later)).items()
             # In a graph a value is a constant.
             if path not in self._excluded and (len(calls) == 1 or not path.startswith(self._compiled))
+            # Strategies tell the attention calls of a block by their order.
+            if not (path.startswith(blocks) and _attends(self._model.get_submodule(path)))
         }
         rows = [row, *(run.later.values(row, step) for step in range(len(later)))]
         for path in row:
@@ -289,6 +292,12 @@ class PrecomputedModel:
                 return [{path: torch.where(now == times[place], time, now)} for time in times[place + 1 :]]
         return []
 
+    @property
+    def _blocks(self) -> tuple[str, ...]:
+        """How the paths of modules in blocks begin."""
+        layout = self._parallel.layout
+        return () if layout is None else tuple(f"{path}." for path, _ in blocks_of(self._model, layout))
+
     def _absent(self, weight: Tensor) -> bool:
         """True if another stage has a weight, or ranks share it in pieces."""
         return is_away(weight) and weight not in self._away
@@ -307,16 +316,20 @@ class PrecomputedModel:
             if values is None or batch is None:
                 return patch.original(*args, **kwargs)
             # A pipeline of stages runs its blocks once for every patch.
-            calls, self._calls[path] = self._calls[path], self._calls[path] + 1
+            calls = self._calls[path, getcurrent()]
+            self._calls[path, getcurrent()] = calls + 1
             place = calls % len(values)
             value, as_ever = values[place], _shapes(args, kwargs) == batch.shapes[path][place]
             if as_ever and not batch.compares:
                 return value if isinstance(value, Tensor) else fresh(value)
             self._lend(module.parameters())
+            self._running[path] += 1
             try:
                 result = patch.original(*args, **kwargs)
             finally:
-                self._withdraw(module.parameters())
+                self._running[path] -= 1
+                if not self._running[path]:
+                    self._withdraw(module.parameters())
             for hook in module._forward_hooks.values():
                 # Of the slices of all ranks, as the values that were computed ahead.
                 if getattr(hook, "completes", False):
@@ -501,6 +514,10 @@ def _scaled(schedule: Tensor, scheduler: Any, like: Tensor) -> Iterable[Tensor]:
     after = before.to(like.dtype)
     forms = (after, after / most, before / most, (most - after) / most, (most - before) / most, 1 - after / most)
     return (form.to(like.dtype) for form in forms if form.is_floating_point() or form is after)
+
+
+def _attends(module: nn.Module) -> bool:
+    return any(hasattr(each, "processor") for each in module.modules())
 
 
 def _shapes(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Size]:
