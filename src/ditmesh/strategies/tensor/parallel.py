@@ -189,10 +189,11 @@ class TensorParallel:
 
     def _before_call(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Look whether processors or adapters were changed since the last call, and for keys of all heads."""
-        for place, name, kept in kept_tensors(Arguments((), args, kwargs)):
-            # A pipeline has made room for them.
-            if kept.dim() == 5 and (cut := self.plan.kept.get(kept.shape[2])) is not None:
-                place[name] = cut.copy(kept, 2, self.link.rank)
+        for place, name, keys in kept_tensors(Arguments((), args, kwargs)):
+            # A pipeline has made room for them: (2, B, H, S, D).
+            heads = (keys.shape[2], keys.shape[4]) if keys.dim() == 5 and keys.shape[0] == 2 else (0, 0)
+            if heads in self.plan.kept:
+                place[name] = self.plan.kept[heads].copy(keys, 2, self.link.rank)
         self._check_processors()
         self._follow_adapters()
         if torch.is_grad_enabled():

@@ -61,7 +61,7 @@ class TensorPlan:
         sites: the layers that are cut, in the model's order.
         attributes: integers of modules that the model's code reads: ``(module path, name, value of every rank)``.
         tables: attention modules with positional tables that follow heads or channels: ``(module path, table, cut)``.
-        kept: cuts of the heads of keys and values, by how many all ranks have.
+        kept: cuts of the heads of keys and values, by how many all ranks have, and numbers of a head.
         between: names of parameters that are whole and lie between slices: every rank has a part of their gradient.
         unknown: names of those of which that is not known.
     """
@@ -69,7 +69,7 @@ class TensorPlan:
     sites: list[Site] = field(default_factory=list)
     attributes: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
     tables: list[tuple[str, Table, Partition]] = field(default_factory=list)
-    kept: dict[int, Partition] = field(default_factory=dict)
+    kept: dict[tuple[int, int], Partition] = field(default_factory=dict)
     between: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
@@ -224,7 +224,7 @@ def _cut_attention(plan: TensorPlan, path: str, attention: nn.Module, widths: di
     distances = attention._modules.get("relative_attention_bias")
     if isinstance(distances, nn.Embedding):
         plan.sites.append(Site(_join(path, "relative_attention_bias"), "table", widths["heads"]))
-    plan.kept[widths["kv_heads"].total] = widths["kv_heads"]
+    plan.kept[heads := widths["kv_heads"].total, widths["keys"].total // heads] = widths["kv_heads"]
     for table in known_tables():
         if table.kind == library_name(attention):
             plan.tables.append((path, table, widths[table.width]))
