@@ -257,7 +257,9 @@ class PrecomputedModel:
         run = PartialRun(inputs, [[*times.values()] for times in later], self._absent)
         slices = self._parallel.find(TensorParallel)
         watch = _watched(self._model, run, slices, self._lending, given.args, given.kwargs)
-        blocks, later = self._blocks, [] if run.later.obstacle else later
+        if run.later.obstacle:
+            later = []
+        blocks = self._blocks
         row = {
             path: calls
             for path, calls in watch.outputs(1 + len(later)).items()
@@ -316,9 +318,8 @@ class PrecomputedModel:
             if values is None or batch is None:
                 return patch.original(*args, **kwargs)
             # A pipeline of stages runs its blocks once for every patch.
-            calls = self._calls[path, getcurrent()]
-            self._calls[path, getcurrent()] = calls + 1
-            place = calls % len(values)
+            place = self._calls[path, getcurrent()] % len(values)
+            self._calls[path, getcurrent()] += 1
             value, as_ever = values[place], _shapes(args, kwargs) == batch.shapes[path][place]
             if as_ever and not batch.compares:
                 return value if isinstance(value, Tensor) else fresh(value)
