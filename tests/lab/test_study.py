@@ -16,7 +16,7 @@ import ditmesh
 from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.errors import InputError
-from ditmesh.lab.study import analysis, perceptual, plan, running, samplers
+from ditmesh.lab.study import analysis, plan, running, samplers
 from ditmesh.lab.study.analysis import Mean, StudyResults
 from ditmesh.lab.study.store import Store
 from support.html import Reader
@@ -247,8 +247,7 @@ def made_up(psnr: dict[str, list[float]], synchronous: dict[str, int]) -> StudyR
     def result(warmup: str, numbers: list[float], strategy: str = "displaced") -> dict[str, Any]:
         cell = plan.Cell("own", ("fox",), (0,), (), strategy, 4 if strategy == "displaced" else 1, warmup)
         images = [
-            {"file": "", "prompt": "fox", "seed": seed, "equal": False, "psnr": p, "ssim": 1.0, "perceptual": None}
-            | {"right": True}
+            {"file": "", "prompt": "fox", "seed": seed, "equal": False, "psnr": p, "ssim": 1.0, "right": True}
             for seed, p in enumerate(numbers)
         ]
         steps = [{"step": step, "synchronous": step < synchronous.get(warmup, 0)} for step in range(12)]
@@ -295,20 +294,6 @@ def test_a_run_that_went_astray(tmp_path):
 
 
 # ---- distances
-
-
-@pytest.mark.skipif(not perceptual.available(), reason=perceptual.HINT)
-def test_perceptual_distance_is_that_of_its_authors():
-    """Values of stlpips_pytorch 0.0.2's own `LPIPS(net="alex", variant="shift_tolerant")`."""
-    y, x = np.mgrid[:96, :128] / 64
-    one = np.stack([np.sin(3 * x) ** 2, np.cos(4 * y) ** 2, x * y / (x * y).max()], -1)
-    noise = np.random.default_rng(0).random((96, 128, 3))
-    assert perceptual.distance(one, np.roll(one, 3, 1)) == pytest.approx(0.015879465267062187, rel=1e-5)
-    assert perceptual.distance(noise, one) == pytest.approx(1.0340404510498047, rel=1e-5)
-    assert perceptual.distance(one, one) == 0
-    # A small picture is enlarged.
-    small = one[:32, :48]
-    assert perceptual.distance(small, small[:, ::-1]) > 0
 
 
 def test_the_measures_of_a_video_are_those_of_its_frames():

@@ -259,7 +259,6 @@ def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any]) -> dic
 def _say(result: dict[str, Any]) -> Report:
     from ..lab.pages.charts import number_text
     from ..lab.study.analysis import Mean
-    from ..lab.study.perceptual import METRIC
     from ..report.report import Report
 
     def number(mean: dict[str, Any], digits: int) -> str:
@@ -273,14 +272,13 @@ def _say(result: dict[str, Any]) -> Report:
             "" if synchronous is None else f"{synchronous:.3g} of {row['evaluations']}",
             f"{Mean(**row['psnr']):.2f}",
             number(row["ssim"], 4),
-            number(row["perceptual"], 4),
             number(row["right"], 2),
             number_text(row["seconds"]),
             "" if sent is None else number_text(sum(sent.values()) / 1e6),
         ]
 
     report = Report()
-    names = ("N", "warm-up", "synchronous", "PSNR dB", "SSIM", METRIC, "nearest", "time s", "sent MB")
+    names = ("N", "warm-up", "synchronous", "PSNR dB", "SSIM", "nearest", "time s", "sent MB")
     for pair in dict.fromkeys((row["sampler"], row["strategy"]) for row in result["table"]):
         rows = [cells(row) for row in result["table"] if (row["sampler"], row["strategy"]) == pair]
         report.table(names, rows, f"{pair[1]}, {pair[0]}", keys=2)

@@ -88,7 +88,7 @@ class Row:
 
     Attributes:
         synchronous, evaluations: synchronous steps of a request, and all of them.
-        psnr, ssim, perceptual: against the synchronous image; equal: how many images have its bits.
+        psnr, ssim: against the synchronous image; equal: how many images have its bits.
         right: share of images that are nearest to the training image asked for; right_synchronous: the same of
             the synchronous images.
         seconds, one_device_seconds: time of the first request on real ranks and on one device; None: not run there.
@@ -103,7 +103,6 @@ class Row:
     evaluations: int
     psnr: Mean
     ssim: Mean
-    perceptual: Mean
     right: Mean
     right_synchronous: Mean
     equal: int
@@ -163,7 +162,6 @@ class StudyResults:
             evaluations=results[0]["evaluations"],
             psnr=mean(capped(p["psnr"]) for p in images),
             ssim=mean(p["ssim"] for p in images),
-            perceptual=mean(p["perceptual"] for p in images),
             right=mean(p["right"] for p in images),
             right_synchronous=mean(p.get("right") for p in exact),
             equal=sum(p["equal"] for p in images),

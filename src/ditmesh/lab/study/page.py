@@ -31,7 +31,6 @@ from ..pages.charts import (
 from ..pages.page import GridImage, Page
 from .analysis import CAP, Combination, Mean, StudyResults, capped, findings
 from .maps import place_maps
-from .perceptual import HINT, METRIC, available
 from .plan import SYNCHRONOUS, Pair, without_folder
 from .samplers import scheduler_class
 
@@ -89,8 +88,6 @@ def page_of(results: StudyResults, images: Path, sentences: Sequence[str], facts
     report.section("Quality")
     for pair in plan.pairs:
         _table(report, results, pair)
-    if not available():
-        report.text(HINT, note=True)
     report.section("Quality against time and bytes")
     _costs(report, results)
     for title, note, show in (
@@ -133,12 +130,12 @@ PREDICTION = (
 def _table(report: Page, results: StudyResults, pair: Pair) -> None:
     mine = [row for row in results.rows() if (row.sampler, row.strategy) == pair]
     axes = sorted({axis for row in mine for axis in row.sent or ()})
-    header = ["configuration", "synchronous", "PSNR dB", "SSIM", METRIC, "nearest image", "time s", "one device s"]
+    header = ["configuration", "synchronous", "PSNR dB", "SSIM", "nearest image", "time s", "one device s"]
     header += ["sent MB", *(f"{axis} MB" for axis in axes if len(axes) > 1)]
     rows, exact = [], ""
     for row in mine:
         equal = f" ({row.equal} equal)" if row.equal else ""
-        quality = (f"{row.psnr:.2f}{equal}", f"{row.ssim:.4f}", f"{row.perceptual:.4f}", f"{row.right:.3f}")
+        quality = (f"{row.psnr:.2f}{equal}", f"{row.ssim:.4f}", f"{row.right:.3f}")
         costs = [number_text(row.seconds), number_text(row.one_device_seconds), number_text(row.megabytes)]
         if len(axes) > 1:
             costs += ["" if row.sent is None else number_text(row.sent.get(axis, 0) / 1e6) for axis in axes]

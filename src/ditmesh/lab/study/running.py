@@ -21,7 +21,6 @@ from ... import zoo
 from ...core.files import written_whole
 from ...quality.metrics import compare
 from ..pages.charts import eight_bits
-from .perceptual import distance
 from .plan import SYNCHRONOUS, Cell, Setup
 from .samplers import set_sampler
 
@@ -144,13 +143,12 @@ class Runner:
 
 def distances(frames: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
     """The distances of an image's pairs of frames: PSNR over all values, means over frames for the others."""
-    apart, learned = [compare(*pair) for pair in frames], [distance(*pair) for pair in frames]
+    apart = [compare(*pair) for pair in frames]
     error = float(np.mean([0.0 if frame.psnr is None else 10 ** (-frame.psnr / 10) for frame in apart]))
     return {
         "equal": all(frame.equal for frame in apart),
         "psnr": -10 * log10(error) if error else None,
         "ssim": float(np.mean([frame.ssim for frame in apart])),
-        "perceptual": None if None in learned else float(np.mean(learned)),  # type: ignore[arg-type]
     }
 
 
