@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -18,6 +19,7 @@ from .settings import SECOND as SECOND
 from .settings import (
     DataConfig,
     DataSetConfig,
+    DistillConfig,
     ModelConfig,
     OptimizerConfig,
     OutputConfig,
@@ -36,6 +38,12 @@ GROUPS: dict[str, type[SettingsGroup]] = {
     "model": ModelConfig,
     "optimizer": OptimizerConfig,
     "output": OutputConfig,
+}
+# Objectives for which the run draws its samples: the section of their settings, and what stands there.
+SECTIONS = {
+    "flow_grpo": ("reinforce", "prompts and rewards"),
+    "ddpo": ("reinforce", "prompts and rewards"),
+    "distillation": ("distill", "prompts"),
 }
 # Settings of samples from a data set that say nothing of images which the run draws.
 OF_SAMPLES = {
@@ -60,14 +68,17 @@ class TrainConfig(SettingsGroup):
         default=OptimizerConfig(), description="The steps of the run, and how they change the weights."
     )
     output: OutputConfig = Field(default=OutputConfig(), description="Checkpoints, validation and logs.")
-    objective: Literal["denoising", "flow_grpo", "ddpo"] = Field(
+    objective: Literal["denoising", "flow_grpo", "ddpo", "distillation"] = Field(
         default="denoising",
         description="``denoising``: learn from samples; or from rewards of images that the run draws, by ``flow_grpo`` "
         "(rectified flow; Liu et al. 2025, arXiv:2505.05470) or ``ddpo`` (models of noise; Black et al. 2023, "
-        "arXiv:2305.13301).",
+        "arXiv:2305.13301); ``distillation``: draw in few steps (rectified flow).",
     )
     reinforce: ReinforceConfig | None = Field(
         default=None, description="The settings of learning from rewards ([reinforcement](reinforcement.md))."
+    )
+    distill: DistillConfig | None = Field(
+        default=None, description="The settings of distillation ([few steps](training.md#few-steps))."
     )
     lora: LoraConfig | None = Field(
         default=None, description="Train adapters on ``train_modules`` instead of their weights."
@@ -115,9 +126,22 @@ class TrainConfig(SettingsGroup):
     @property
     def batch(self) -> int:
         """Samples of one optimizer step over all ranks."""
-        if self.reinforce is not None:
-            return self.reinforce.groups * self.reinforce.group_size
+        if self.objective != "denoising":
+            return math.prod(self.drawn_samples)
         return self.optimizer.global_batch_size or self.optimizer.train_batch_size * self.parallel.data
+
+    @property
+    def drawn_samples(self) -> tuple[int, int]:
+        """Samples of a group, and groups of a step, of a run that draws them."""
+        if self.reinforce is not None:
+            return self.reinforce.group_size, self.reinforce.groups
+        assert self.distill is not None
+        return 1, self.distill.samples
+
+    @property
+    def guidance(self) -> float | None:
+        """Guidance scale of what is trained to draw; None: the pipeline's."""
+        return self.reinforce.guidance if self.reinforce is not None else self.distill and 1.0
 
     def flat(self) -> dict[str, Any]:
         """All settings as JSON data, without groups, as checkpoints have them."""
@@ -188,7 +212,12 @@ def _places() -> Iterator[tuple[str, str]]:
 
 def _misplaced(name: str, where: str, model: type[BaseModel]) -> str:
     """The sentence about a setting `where` that is not among those of `model`."""
-    nested = {"reinforce": ReinforceConfig, "reinforce.rewards.N": RewardConfig, "lora": LoraConfig}
+    nested = {
+        "reinforce": ReinforceConfig,
+        "reinforce.rewards.N": RewardConfig,
+        "distill": DistillConfig,
+        "lora": LoraConfig,
+    }
     near = did_you_mean(name, [*model.model_fields, *(TrainConfig.flat_names() if model is TrainConfig else ())])
     for place in [*_places(), *((group, inner) for group, kind in nested.items() for inner in kind.model_fields)]:
         if name == _flat_name(*place) or (name == place[1] and not near):
@@ -217,7 +246,7 @@ def _problem_of(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int))
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])
-        kinds = {"lora": LoraConfig, "reinforce": ReinforceConfig, **GROUPS}
+        kinds = {"lora": LoraConfig, "reinforce": ReinforceConfig, "distill": DistillConfig, **GROUPS}
         if len(first["loc"]) > 2:
             kinds |= {"reinforce": RewardConfig, "data": DataSetConfig}
         return _misplaced(name, where, kinds[str(top[0])])
@@ -234,16 +263,22 @@ def _problem_of(error: ValidationError) -> str:
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
     """A sentence for everything that does not fit. Raises `ConfigError`: degrees are none of reproducible mode."""
+    needed, what = SECTIONS.get(config.objective, ("", ""))
+    for section in ("reinforce", "distill"):
+        if getattr(config, section) is None and section == needed:
+            yield f"objective={config.objective!r} needs {what}; give them in the section {section}"
+        elif getattr(config, section) is not None and section != needed:
+            others = " or ".join(name for name, (own, _) in SECTIONS.items() if own == section)
+            yield f"{section} is there, and objective is {config.objective}; use objective: {others}, or leave it out"
     yield from chain(
-        _problems_of_data(config) if config.objective == "denoising" else _problems_of_rewards(config),
+        _problems_of_data(config) if not needed else _problems_of_drawing(config),
+        _problems_of_rewards(config),
         *(_problems_of_steps(config), _problems_of_ranks(config), _problems_of_weights(config)),
     )
 
 
 def _problems_of_data(config: TrainConfig) -> Iterator[str]:
     data = config.data
-    if config.reinforce is not None:
-        yield "reinforce is for learning from rewards, and objective is denoising; use objective: flow_grpo, or ddpo"
     if bool(data.train_data_dir) == bool(data.train_data):
         which = "are both there; leave one out" if data.train_data else "is missing; give the folder of the samples"
         yield f"data.train_data_dir{' and data.train_data' * bool(data.train_data)} {which}"
@@ -254,12 +289,8 @@ def _problems_of_data(config: TrainConfig) -> Iterator[str]:
         )
 
 
-# complex: a sentence for each contradiction
-def _problems_of_rewards(config: TrainConfig) -> Iterator[str]:
-    name, reinforce, lora, data = f"objective={config.objective!r}", config.reinforce, config.lora, config.data
-    if reinforce is None:
-        yield f"{name} needs prompts and rewards; give them in the section reinforce"
-        return
+def _problems_of_drawing(config: TrainConfig) -> Iterator[str]:
+    name, lora, data = f"objective={config.objective!r}", config.lora, config.data
     idle = [
         f"{group}.{setting}"
         for group, names in OF_SAMPLES.items()
@@ -273,22 +304,32 @@ def _problems_of_rewards(config: TrainConfig) -> Iterator[str]:
         yield f"train_modules={list(config.model.train_modules)}: {name} trains the transformer alone; leave others out"
     if isinstance(data.max_sequence_length, tuple) or ";" in (data.aspect_ratio_buckets or ""):
         yield f"{name} draws one size with one length of prompts; give one max_sequence_length and one bucket"
-    if reinforce.early_stopping_patience and not config.output.validation_prompts:
-        yield "reinforce.early_stopping_patience is about held-out prompts; give output.validation_prompts"
-    if lora is None and reinforce.kl_weight is not None:
-        yield f"reinforce.kl_weight={reinforce.kl_weight:g} compares with the model without its lora; add lora"
     if lora is not None and lora.dropout:
         yield f"lora.dropout={lora.dropout:g}: an update would not be that of its rollout; leave it out"
+    if lora is None and config.distill is not None:
+        yield f"{name} learns from the model without its lora; add lora"
+    size, groups = config.drawn_samples
+    together = 1 if config.in_order else config.optimizer.train_batch_size
+    calls = groups * -(-size // together) if config.distill is None else -(-groups // together)
+    ranks = config.parallel.data
+    if calls < ranks or (config.model.sharding == "fsdp" and calls % ranks):
+        setting, times = ("distill.samples", together) if config.distill is not None else ("reinforce.groups", 1)
+        yield (
+            f"{setting}={groups} of {size} samples are {calls} calls, and each of data={ranks} ranks needs one, with "
+            f"sharding: fsdp as many; use a multiple of {ranks * times}"
+        )
+
+
+def _problems_of_rewards(config: TrainConfig) -> Iterator[str]:
+    if (reinforce := config.reinforce) is None:
+        return
+    if reinforce.early_stopping_patience and not config.output.validation_prompts:
+        yield "reinforce.early_stopping_patience is about held-out prompts; give output.validation_prompts"
+    if config.lora is None and reinforce.kl_weight is not None:
+        yield f"reinforce.kl_weight={reinforce.kl_weight:g} compares with the model without its lora; add lora"
     steps, last = reinforce.trained_steps or (), reinforce.inference_steps - 1
     if not {*(range(steps) if isinstance(steps, int) else steps)} <= {*range(last)}:
         yield f"reinforce.trained_steps={steps}: of {last + 1} inference_steps 0 to {last - 1} draw noise; use these"
-    calls = reinforce.groups * -(-reinforce.group_size // (1 if config.in_order else config.optimizer.train_batch_size))
-    ranks = config.parallel.data
-    if calls < ranks or (config.model.sharding == "fsdp" and calls % ranks):
-        yield (
-            f"reinforce.groups={reinforce.groups} of {reinforce.group_size} samples are {calls} calls, and each of "
-            f"data={ranks} ranks needs one, with sharding: fsdp as many; use a multiple of {ranks} for groups"
-        )
 
 
 def _problems_of_steps(config: TrainConfig) -> Iterator[str]:

@@ -19,7 +19,9 @@ def drawing_job(
 ) -> PictureJob:
     """A job for images of prompts, or of labels, in the size of the run; so many of each in one call."""
     length, side = config.data.max_sequence_length, config.data.resolution
-    size: tuple[int | None, int | None] = (side, side) if config.reinforce is None else bucket_sizes(config.data)[0]
+    size: tuple[int | None, int | None] = (
+        (side, side) if config.objective == "denoising" else bucket_sizes(config.data)[0]
+    )
     labels = () if "prompt" in runner.parameters else tuple(int(prompt) for prompt in prompts)
     height, width = (None, None) if labels else size
     return PictureJob(
@@ -32,7 +34,7 @@ def drawing_job(
         height=height,
         width=width,
         frames=config.data.num_frames,
-        guidance=None if config.reinforce is None else config.reinforce.guidance,
+        guidance=config.guidance,
         steps=steps,
         seed=seed,
         n=images,

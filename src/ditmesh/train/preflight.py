@@ -10,7 +10,6 @@ from ..errors import ConfigError, InputError, did_you_mean, reason_of
 from ..generate.job import check_config, check_folder
 from ..generate.model_info import ModelInfo
 from .config import TrainConfig
-from .settings import ReinforceConfig
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -31,13 +30,16 @@ def check_settings(config: TrainConfig) -> None:
         )
 
 
-def prompts_of(reinforce: ReinforceConfig) -> tuple[str, ...]:
-    """The prompts that a run learns from. Raises `InputError`: their file cannot be read, or has none."""
-    if not isinstance(reinforce.prompts, str):
-        return reinforce.prompts
-    name, why = f"reinforce.prompts={reinforce.prompts!r}", "it has no line"
+def prompts_of(config: TrainConfig) -> tuple[str, ...]:
+    """The prompts that a run draws. Raises `InputError`: their file cannot be read, or has none."""
+    settings = config.reinforce or config.distill
+    assert settings is not None
+    if not isinstance(settings.prompts, str):
+        return settings.prompts
+    group, why = "distill" if config.reinforce is None else "reinforce", "it has no line"
+    name = f"{group}.prompts={settings.prompts!r}"
     try:
-        prompts = [line.strip() for line in Path(reinforce.prompts).read_text(encoding="utf-8").splitlines()]
+        prompts = [line.strip() for line in Path(settings.prompts).read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         prompts, why = [], reason_of(error)
     if not any(prompts):
@@ -55,7 +57,8 @@ def check_folders(config: TrainConfig) -> None:
         from .reinforce.rewards import Rewards
 
         Rewards(config.reinforce.rewards)
-        prompts_of(config.reinforce)
+    if config.objective != "denoising":
+        prompts_of(config)
         return
     names = [f"train_data.{number}.dir" for number in range(len(data.train_data))] or ["train_data_dir"]
     for one, name in zip(data.sets, names, strict=True):

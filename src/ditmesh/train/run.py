@@ -61,7 +61,11 @@ def train(
     began = time.monotonic()
     model = type(getattr(pipe, config.denoiser))
     kind = Trainer
-    if config.objective != "denoising":
+    if config.objective == "distillation":
+        from .reinforce.distillation import DistillationTrainer
+
+        kind = DistillationTrainer
+    elif config.objective != "denoising":
         from .reinforce.trainer import ReinforcementTrainer
 
         kind = ReinforcementTrainer

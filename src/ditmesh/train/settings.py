@@ -298,12 +298,32 @@ class OutputConfig(SettingsGroup):
     )
 
 
-class ReinforceConfig(SettingsGroup):
-    """Reinforcement learning: what is drawn, how it is rewarded, and how the weights follow the rewards."""
+class DrawnConfig(SettingsGroup):
+    """What a run draws of which it learns."""
 
     prompts: Annotated[tuple[str, ...], Field(min_length=1)] | str = Field(
         description="Prompts, or labels, or the path of a text file with one in each line."
     )
+
+
+class DistillConfig(DrawnConfig):
+    """Distillation: the steps of the student, and how the teacher draws."""
+
+    inference_steps: int = Field(default=4, ge=1, le=1000, description="Denoising steps that the LoRA is for.")
+    teacher_steps: int = Field(
+        default=4, ge=2, le=1000, description="Denoising steps of the model without LoRA in the place of each of these."
+    )
+    guidance: float | None = Field(
+        default=None,
+        description="Guidance scale of the model without LoRA; None: the pipeline's. The LoRA is for images without "
+        "guidance (1).",
+    )
+    samples: Samples = Field(default=16, description="Samples of a step, over all ranks.")
+
+
+class ReinforceConfig(DrawnConfig):
+    """Reinforcement learning: what is drawn, how it is rewarded, and how the weights follow the rewards."""
+
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = Field(
         description="The rewards; the run raises their weighted sum."
     )

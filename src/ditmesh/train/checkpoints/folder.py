@@ -158,7 +158,8 @@ def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: 
         else:
             if name == "data":
                 samples = "train_data_dir has other samples (names, sizes, captions or weights)"
-                samples = "reinforce.prompts has other prompts" if now.get("reinforce") else samples
+                group = next((group for group in ("reinforce", "distill") if now.get(group)), None)
+                samples = samples if group is None else f"{group}.prompts has other prompts"
                 clause = f"{samples} than in the checkpoint's run"
             setting = "global_batch_size" if name == "batch" else top
             back = "restore them" if name == "data" else f"set {setting if name == 'batch' else name} to {_short(old)}"

@@ -1,1 +1,1 @@
-"""Reinforcement learning: rewards, rollouts and updates."""
+"""Learning from what the pipeline draws: reinforcement by rewards, and distillation."""

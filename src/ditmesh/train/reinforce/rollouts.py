@@ -26,13 +26,14 @@ from ..config import TrainConfig
 from ..data.order import MicroBatch
 from ..drawing import drawing_call, drawing_job, pixels_of
 from ..observed.watch import StandIn, remember_prompts
+from ..settings import DistillConfig
 from ..staging import onto
 from .steps import NOISE_LEVELS, NormalStep, stochastic_steps
 
 
 @dataclass
 class Rollout:
-    """The samples of a micro-batch: images of one prompt.
+    """The samples of a micro-batch, each with its prompt.
 
     Attributes:
         images: (B, H, W, 3), of videos (B, F, H, W, 3), uint8.
@@ -42,7 +43,7 @@ class Rollout:
     """
 
     micro: MicroBatch
-    prompt: str
+    prompts: tuple[str, ...]
     images: np.ndarray = field(default_factory=lambda: np.empty(0))
     after: list[Tensor] = field(default_factory=list)
     log_probabilities: dict[int, Tensor] = field(default_factory=dict)
@@ -71,18 +72,18 @@ class Rollouts:
     """
 
     def __init__(self, pipe: Any, config: TrainConfig, device: torch.device) -> None:
-        assert config.reinforce is not None
-        self._settings, self._config, self._device = config.reinforce, config, device
+        self._config, self._device = config, device
         self._runner = PipelineRunner(pipe, device)
         self.prompts: dict[str, Any] = {}
-        self.level = self._settings.noise_level or NOISE_LEVELS[config.objective]
+        chosen = None if config.reinforce is None else config.reinforce.noise_level
+        self.level = chosen or NOISE_LEVELS[config.objective]
 
-    def draw(self, micro: MicroBatch, prompt: str, trained: Sequence[int]) -> Rollout:
+    def draw(self, micro: MicroBatch, prompts: tuple[str, ...], trained: Sequence[int]) -> Rollout:
         """Draw the samples of a micro-batch, and keep the probabilities of the trained steps.
 
         Raises `ConfigError`: the pipeline does not step as its scheduler says.
         """
-        rollout, seed = Rollout(micro, prompt), self._config.seed
+        rollout, seed = Rollout(micro, prompts), self._config.seed
 
         def follow(step: NormalStep) -> Tensor:
             after = step.plain
@@ -100,7 +101,7 @@ class Rollouts:
             return rollout.output
 
         with self._playing(micro.count, forward, follow) as sampler:
-            outputs = self._runner.run(self._prepared(rollout))
+            outputs = self._runner.run(self._prepared(rollout, self._config.guidance))
         if len(rollout.after) != len(sampler.timesteps) or len(rollout.after) <= max(trained):
             raise ConfigError(
                 f"{self._runner.kind.__name__} takes {len(rollout.after)} steps of {len(sampler.timesteps)} in its "
@@ -130,12 +131,40 @@ class Rollouts:
         def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
             return model(place)(*args, **kwargs) if place in trained else rollout.output
 
-        prepared = self._prepared(rollout)
+        with self._playing(rollout.micro.count, forward, follow):
+            self._call(self._prepared(rollout, self._config.guidance))
+
+    @torch.no_grad()
+    def teach(self, micro: MicroBatch, prompts: tuple[str, ...], model: Any, settings: DistillConfig) -> Rollout:
+        """Draw samples without adapters, and keep those in which each of the student's steps is to arrive.
+
+        Raises `ConfigError`: the pipeline does not step as its scheduler says.
+        """
+        rollout, parts = Rollout(micro, prompts), settings.teacher_steps
+
+        def follow(step: NormalStep) -> Tensor:
+            if (step.number + 1) % parts == 0:
+                rollout.after.append(step.plain)
+            if len(rollout.after) == settings.inference_steps:
+                raise _Seen
+            return step.plain
+
+        played = self._playing(micro.count, lambda _, *args, **kwargs: model(*args, **kwargs), follow, parts)
+        with without_adapters(model), played as sampler:
+            self._call(self._prepared(rollout, settings.guidance))
+        if len(sampler.timesteps) != parts * len(rollout.after):
+            raise ConfigError(
+                f"{self._runner.kind.__name__} takes {len(sampler.timesteps) // parts} steps where "
+                f"distill.inference_steps={settings.inference_steps} were asked for; use so many"
+            )
+        return rollout
+
+    def _call(self, prepared: Prepared) -> None:
+        """Call the pipeline up to the last step that is wanted; gradients are recorded if they are on."""
         pipe, given = prepared.pipe, dict(prepared.arguments)
         # Below the decorator that switches gradients off.
         call = inspect.unwrap(type(pipe).__call__)
-        played = self._playing(rollout.micro.count, forward, follow)
-        with OwnGenerators(prepared.seed, self._device).active(), played, guided_by(pipe, given), suppress(_Seen):
+        with OwnGenerators(prepared.seed, self._device).active(), guided_by(pipe, given), suppress(_Seen):
             call(pipe, **given)
 
     @torch.no_grad()
@@ -144,16 +173,21 @@ class Rollouts:
         with without_adapters(model):
             self.repeat(rollout, trained, lambda step: rollout.means.update({step.number: step.mean}), lambda _: model)
 
-    def _prepared(self, rollout: Rollout) -> Prepared:
+    def _prepared(self, rollout: Rollout, guidance: float | None) -> Prepared:
         """The call of the pipeline, with fresh generators."""
         config, runner, samples = self._config, self._runner, rollout.micro.samples
-        seed, steps = seed_of(config.seed, samples[0].number) % 2**32, self._settings.inference_steps
-        job = drawing_job(config, runner, (rollout.prompt,), steps, seed, len(samples))
-        return drawing_call(runner, job, generator=[_generator(config.seed, sample.number) for sample in samples])
+        settings, seed = config.reinforce or config.distill, seed_of(config.seed, samples[0].number) % 2**32
+        assert settings is not None
+        several = len({*rollout.prompts}) > 1
+        more = {"prompt": [*rollout.prompts]} if several else {}
+        images, prompts = 1 if several else len(samples), rollout.prompts[:1]
+        job = drawing_job(config, runner, prompts, settings.inference_steps, seed, images).changed(guidance=guidance)
+        generators = [_generator(config.seed, sample.number) for sample in samples]
+        return drawing_call(runner, job, 0, generator=generators, **more)
 
     @contextmanager
     def _playing(
-        self, images: int, forward: Callable[..., Any], follow: Callable[[NormalStep], Tensor]
+        self, images: int, forward: Callable[..., Any], follow: Callable[[NormalStep], Tensor], parts: int = 1
     ) -> Iterator[Any]:
         """The pipeline with stochastic steps, and a function in the transformer's place; yields the sampler."""
         pipe, name = self._runner.pipe, self._config.denoiser
@@ -168,7 +202,8 @@ class Rollouts:
             undo.callback(vars(pipe).__setitem__, name, model)
             vars(pipe)[name] = StandIn(model, computed)
             undo.callback(remember_prompts(pipe, self.prompts))
-            yield undo.enter_context(stochastic_steps(pipe, self._config.objective, self.level, images, follow))
+            steps = stochastic_steps(pipe, self._config.objective, self.level, images, follow, parts)
+            yield undo.enter_context(steps)
 
 
 @contextmanager

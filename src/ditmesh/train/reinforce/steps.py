@@ -25,22 +25,24 @@ from ...errors import ConfigError, InputError
 from ...generate.schedulers import scheduler_named
 from ..observed.watch import stepped
 
-# Of an objective its sampler, and the papers' noise: the `a` of Flow-GRPO, and DDIM's eta.
-SAMPLERS = {"flow_grpo": "FlowMatchEulerDiscreteScheduler", "ddpo": "DDIMScheduler"}
-NOISE_LEVELS = {"flow_grpo": 0.7, "ddpo": 1.0}
+# Of an objective its sampler, and its noise: the `a` of Flow-GRPO, and DDIM's eta, as in the papers.
+_FLOW = "FlowMatchEulerDiscreteScheduler"
+SAMPLERS = {"flow_grpo": _FLOW, "distillation": _FLOW, "ddpo": "DDIMScheduler"}
+NOISE_LEVELS = {"flow_grpo": 0.7, "distillation": 0.0, "ddpo": 1.0}
 
 
 @dataclass(frozen=True)
 class NormalStep:
     """The distribution of the sample after step ``number``: of numbers with one deviation; 0: nothing is drawn.
 
-    ``mean`` is (B, ...) float32, ``plain`` what the scheduler made of the step.
+    ``mean`` is (B, ...) float32, ``plain`` what the scheduler made of the step, ``before`` the sample before it.
     """
 
     number: int
     mean: Tensor
     deviation: float
     plain: Tensor
+    before: Tensor
 
     def drawn(self, noise: Tensor) -> Tensor:
         """The sample after the step, by standard normal noise."""
@@ -64,7 +66,7 @@ def sampler_for(objective: str, scheduler: Any) -> Any:
     config, name = scheduler.config, type(scheduler).__name__
     is_flow = "FlowMatch" in name or config.get("prediction_type") == "flow_prediction"
     models, fitting = ("rectified flow", "flow_grpo") if is_flow else ("models of noise", "ddpo")
-    if objective != fitting:
+    if is_flow != (SAMPLERS[objective] == _FLOW):
         raise ConfigError(f"objective={objective!r}: {name} is for {models}; use objective: {fitting}")
     try:
         sampler = scheduler_named(SAMPLERS[objective], name, config)
@@ -80,39 +82,58 @@ def sampler_for(objective: str, scheduler: Any) -> Any:
 
 @contextmanager
 def stochastic_steps(
-    pipe: Any, objective: str, level: float, images: int, follow: Callable[[NormalStep], Tensor]
+    pipe: Any, objective: str, level: float, images: int, follow: Callable[[NormalStep], Tensor], parts: int = 1
 ) -> Iterator[Any]:
     """Put a sampler in the place of a pipeline's scheduler, of which every step but the last is a draw; yields it.
 
     The pipeline's own scheduler is not touched, and comes back. ``level``: of the noise, Flow-GRPO's ``a`` or DDIM's
-    eta. ``follow`` is called with every step and returns the sample after it, (images, ...).
+    eta. ``follow`` is called with every step and returns the sample after it, (images, ...). ``parts``: steps of
+    rectified flow in the place of each one.
     """
     held, sampler = pipe.scheduler, sampler_for(objective, pipe.scheduler)
     plain, signature, numbers = sampler.step, inspect.signature(sampler.step), count()
-    distribution = _of_flow if objective == "flow_grpo" else _of_noise
+    distribution = _of_noise if objective == "ddpo" else _of_flow
 
     @wraps(plain)
     def step(*args: Any, **kwargs: Any) -> Any:
         number, given = next(numbers), dict(signature.bind(*args, **kwargs).arguments)
         is_last = number + 1 >= len(sampler.timesteps)
         mean, deviation, result = distribution(sampler, plain, given, 0.0 if is_last else level)
-        before, sample = _sample_of(result), given["sample"]
+        plainly, sample = _sample_of(result), given["sample"]
         copies = len(sample) // images
         if len(sample) != copies * images or any(not torch.equal(sample[:images], c) for c in sample.split(images)):
             raise ConfigError(
                 f"{type(pipe).__name__} has {len(sample)} samples in a step for {images} images, which objective: "
                 f"{objective} cannot tell apart; use reinforce.guidance: 1"
             )
-        after = follow(NormalStep(number, mean[:images], deviation, before[:images]))
+        after = follow(NormalStep(number, mean[:images], deviation, plainly[:images], sample[:images]))
         return stepped(result, torch.cat([after] * copies))
 
     vars(sampler)["step"] = step
+    if parts > 1:
+        vars(sampler)["set_timesteps"] = _finer(sampler, parts)
     # Around the pipeline's own bookkeeping of its parts.
     vars(pipe)["scheduler"] = sampler
     try:
         yield sampler
     finally:
         vars(pipe)["scheduler"] = held
+
+
+def _finer(sampler: Any, parts: int) -> Callable[..., None]:
+    """The method of a sampler that sets its steps, with so many for each, evenly in the level of noise."""
+    plain = sampler.set_timesteps
+
+    @wraps(plain)
+    def set_timesteps(*args: Any, **kwargs: Any) -> None:
+        plain(*args, **kwargs)
+        levels = sampler.sigmas
+        shares = torch.arange(parts, device=levels.device) / parts
+        between = levels[:-1, None] + levels.diff()[:, None] * shares
+        sampler.sigmas = torch.cat([between.flatten(), levels[-1:]])
+        sampler.timesteps = between.flatten().to(sampler.timesteps) * sampler.config.num_train_timesteps
+
+    return set_timesteps
 
 
 def _of_flow(sampler: Any, plain: Callable[..., Any], given: dict[str, Any], level: float) -> tuple[Tensor, float, Any]:

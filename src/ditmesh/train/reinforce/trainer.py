@@ -1,8 +1,4 @@
-"""The loop of reinforcement learning: draw samples, reward them, follow the rewards.
-
-A step of the run is a rollout with its updates of the weights. All of it follows from the weights, the seed and the
-number of the step, so that a step that was killed in the middle is done again when the run is resumed.
-"""
+"""The loop of reinforcement learning: draw samples, reward them, follow the rewards."""
 
 from __future__ import annotations
 
@@ -10,28 +6,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.digests import digest
-from ...errors import ConfigError, InputError
-from ..data.order import DrawnSample, MicroBatch, SampleOrder, shares
-from ..data.samples import DataReport
+from ...errors import InputError
+from ..data.order import DrawnSample, MicroBatch
 from ..first_rank import on_first
 from ..logs import TrainingLog, read_log
-from ..observed.family import check_observable
-from ..preflight import prompts_of
-from ..trainer import Outcome, Trainer
 from ..uneven import uneven_work
+from .drawn import DrawnTrainer, RolloutSamples
 from .rewards import RewardError, Rewards
-from .rollouts import Rollout, Rollouts, seed_of
-from .steps import NormalStep, sampler_for
+from .rollouts import Rollout, seed_of
+from .steps import NormalStep
 
 logger = logging.getLogger(__name__)
 
@@ -41,113 +30,73 @@ MEASURES = ("loss", "ratio", "clip_fraction", "kl", "log_probability_difference"
 EPSILON = 1e-4
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """The samples of a step: groups and micro-batches, those of each data rank, trained steps, this rank's rollouts."""
-
-    groups: Sequence[DrawnSample]
-    micros: Sequence[MicroBatch]
-    by_rank: Sequence[Sequence[int]]
-    trained: Sequence[int]
-    rollouts: Mapping[int, Rollout]
-
-
-class ReinforcementTrainer(Trainer):
+class ReinforcementTrainer(DrawnTrainer):
     """Trains a pipeline's transformer towards rewards of what the pipeline draws; see `Trainer`."""
+
+    measures = MEASURES
 
     def _observe(self) -> None:
         assert self.config.reinforce is not None
-        check_observable(type(self.pipe))
-        sampler_for(self.config.objective, self.pipe.scheduler)
+        super()._observe()
         self._settings, self.rewards = self.config.reinforce, Rewards(self.config.reinforce.rewards)
-        self.rollouts = Rollouts(self.pipe, self.config, self.device)
         self._unjudged: list[str] = []
-
-    def _prepare(self) -> None:
-        super()._prepare()
-        for module in self.trained.values():
-            # As in validation: nothing is dropped.
-            module.eval()
-
-    def _prepare_data(self) -> None:
-        settings, self.steps = self._settings, self.config.optimizer.max_train_steps or 0
-        self.prompts = on_first(self.mesh.world, lambda: prompts_of(settings))
-        self.digest = digest(self.prompts)
-        # Groups in an endless row of permutations of the prompts.
-        self._order = SampleOrder([(1, 1)] * len(self.prompts), self.config.seed, 1, settings.groups)
-        words = f"{settings.groups} groups of {settings.group_size} samples in a step, of {len(self.prompts)} prompts"
-        self.report, self.draws_from_images = DataReport((words,), odd=False), False
-
-    def _begin(self) -> None:
-        pass
-
-    def _end(self, outcome: Outcome) -> None:
-        pass
-
-    def _encoders(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     # --- a step ------------------------------------------------------------------------------------------
 
     def _take_step(self) -> tuple[float, float, int, dict[str, float]]:
-        moments = [time.perf_counter()]
-        samples = self._draw()
+        settings, moments = self._settings, [time.perf_counter()]
+        groups, size = self._groups(), settings.group_size
+        samples = [[DrawnSample(group.index, group.number * size + at) for at in range(size)] for group in groups]
+        # A call of the pipeline has samples of one group.
+        drawn = self._draw([micro for group in samples for micro in self._calls(group)], self._trained_steps())
         moments.append(time.perf_counter())
-        scores, size, count = self._scores(samples), self._settings.group_size, len(samples.groups)
+        scores, count = self._scores(groups, drawn), len(groups)
         moments.append(time.perf_counter())
         weights = np.zeros((2, count, size), np.float32)
         for number, score in scores.items():
             # A group that is left out counts nothing, and the others as much as if it were there.
             weights[:, number] = advantages(score["reward"]), np.full(size, count / len(scores))
         updates, norm = list[dict[str, float]](), 0.0
-        for _ in range(self._settings.epochs if scores else 0):
-            updates.append(self._update(samples, weights))
+        for _ in range(settings.epochs if scores else 0):
+            table = self._update(drawn, weights.reshape(2, -1))
+            means = table.sum(1) / (count * size * len(drawn.trained))
+            # Of the last one the maximum.
+            updates.append(dict(zip(MEASURES, [*means[:-1].tolist(), float(table[-1].max())], strict=True)))
             norm = self.update.apply(self.parallel.sync, self.step + 1)
         moments.append(time.perf_counter())
         numbers = {name: float(np.mean([update[name] for update in updates] or math.nan)) for name in MEASURES}
         # Of the update before which the weights were those of the rollout.
         numbers[MEASURES[-1]] = updates[0][MEASURES[-1]] if updates else math.nan
         loss = numbers.pop("loss") if updates else 0.0
-        if self._settings.kl_weight is None:
+        if settings.kl_weight is None:
             numbers.pop("kl")
         numbers = _means_of(list(scores.values())) | numbers | {"skipped_groups": float(count - len(scores))}
         seconds = zip(("rollout_seconds", "reward_seconds", "update_seconds"), np.diff(moments).tolist(), strict=True)
         return loss, norm, count * size, numbers | dict(seconds)
 
-    def _draw(self) -> _Samples:
-        """Draw the samples of a step, those of a call together; in reproducible mode each by itself."""
-        settings, self.rollouts.prompts = self._settings, {}
-        groups = [micro.samples[0] for micro in self._order.step(self.step)]
-        size, together = settings.group_size, 1 if self.config.in_order else self.config.optimizer.train_batch_size
-        micros: list[MicroBatch] = []
-        for group in groups:
-            members = tuple(DrawnSample(group.index, group.number * size + place) for place in range(size))
-            micros += [MicroBatch(members[at : at + together], (1, 1)) for at in range(0, size, together)]
-        trained, last = settings.trained_steps, settings.inference_steps - 1
+    def _trained_steps(self) -> list[int]:
+        settings, last = self._settings, self._settings.inference_steps - 1
+        trained = settings.trained_steps
         if not isinstance(trained, tuple):
             order = np.random.default_rng(seed_of(self.config.seed, "steps", self.step)).permutation(last)
             trained = [int(number) for number in order[: trained or last]]
-        trained = sorted({*trained})
-        by_rank = shares(micros, self.parallel.speeds.values, equal_counts=self.config.model.sharding == "fsdp")
-        rollouts: dict[int, Rollout] = {}
-        for number in by_rank[self.mesh.data.rank]:
-            with self.parallel.speeds.measured(micros[number].cost):
-                prompt = self.prompts[micros[number].samples[0].index]
-                rollouts[number] = rollout = self.rollouts.draw(micros[number], prompt, trained)
-                if settings.kl_weight is not None:
-                    self.rollouts.keep_means(rollout, trained, self.model)
-        self.parallel.speeds.agree()
-        return _Samples(groups, micros, by_rank, trained, rollouts)
+        return sorted({*trained})
+
+    def _rollout(self, micro: MicroBatch, prompts: tuple[str, ...], trained: Sequence[int]) -> Rollout:
+        rollout = self.rollouts.draw(micro, prompts, trained)
+        if self._settings.kl_weight is not None:
+            self.rollouts.keep_means(rollout, trained, self.model)
+        return rollout
 
     # --- rewards -----------------------------------------------------------------------------------------
 
-    def _scores(self, samples: _Samples) -> dict[int, dict[str, np.ndarray]]:
+    def _scores(self, groups: Sequence[DrawnSample], samples: RolloutSamples) -> dict[int, dict[str, np.ndarray]]:
         """The rewards of every group, by its number in the step; without those that failed. Collective."""
         pictures: dict[int, np.ndarray] = {}
         for part in self.mesh.data.all_gather_object({n: rollout.images for n, rollout in samples.rollouts.items()}):
             pictures |= part
-        calls, batches = len(samples.micros) // len(samples.groups), list[tuple[np.ndarray, list[str]]]()
-        for place, group in enumerate(samples.groups):
+        calls, batches = len(samples.micros) // len(groups), list[tuple[np.ndarray, list[str]]]()
+        for place, group in enumerate(groups):
             images = np.concatenate([pictures[number] for number in range(place * calls, (place + 1) * calls)])
             batches.append((images, [self.prompts[group.index]] * len(images)))
         scores, failures = self._rewarded(batches)
@@ -203,66 +152,7 @@ class ReinforcementTrainer(Trainer):
 
     # --- the update --------------------------------------------------------------------------------------
 
-    def _update(self, samples: _Samples, weights: np.ndarray) -> dict[str, float]:
-        """Leave the gradients of all samples and trained steps in the weights; returns `MEASURES`. Collective.
-
-        ``weights``: (2, G, n), the advantage of every sample, and how much it counts.
-        """
-        mine, steps = samples.by_rank[self.mesh.data.rank], range(len(samples.trained))
-        parts = torch.as_tensor(weights.reshape(2, -1)).split([micro.count for micro in samples.micros], 1)
-        table = torch.zeros(len(MEASURES), len(samples.micros) * len(steps), dtype=torch.float64, device=self.device)
-        addends = weights[0].size * len(steps)
-        for number in mine:
-            columns = table[:, number * len(steps) :][:, : len(steps)]
-
-            def accumulating(place: int, number: int = number) -> AbstractContextManager[None]:
-                is_last = (number, place) == (mine[-1], steps[-1])
-                return self.parallel.sync.accumulating(number * len(steps) + place, table.shape[1], is_last)
-
-            weight = parts[number].to(self.device)
-            self._backward(samples.rollouts[number], samples.trained, weight, addends, columns, accumulating)
-        numbers = [[number * len(steps) + place for number in share for place in steps] for share in samples.by_rank]
-        self.parallel.sync.reduce(numbers)
-        # Each column is one rank's; the zeros of the others change no bit of it.
-        table = self.mesh.data.all_reduce(table).cpu()
-        measures = dict(zip(MEASURES, (table.sum(1) / addends).tolist(), strict=True))
-        if not math.isfinite(measures["loss"]):
-            raise FloatingPointError(self.update.unchanged(f"the loss of step {self.step + 1} is {measures['loss']}"))
-        return measures | {MEASURES[-1]: float(table[-1].max())}
-
-    def _backward(
-        self,
-        rollout: Rollout,
-        trained: Sequence[int],
-        weight: Tensor,
-        addends: int,
-        columns: Tensor,
-        accumulating: Callable[[int], AbstractContextManager[None]],
-    ) -> None:
-        """Add the gradients of a rollout's trained steps, of so many addends in all, and write down its measures."""
-        sync, begun, open_step = self.parallel.sync, set[int](), ExitStack()
-
-        def model(number: int) -> Any:
-            if number not in begun:
-                begun.add(number)
-                open_step.enter_context(accumulating(trained.index(number)))
-            return sync.transformer
-
-        def visit(step: NormalStep) -> None:
-            losses, columns[:, trained.index(step.number)] = self._losses_of(step, rollout, weight)
-            if not losses.requires_grad:
-                raise ConfigError(
-                    f"{type(self.pipe).__name__} records no gradient in step {step.number} of its loop; use "
-                    "other reinforce.trained_steps, or objective: denoising"
-                )
-            (losses.sum() * (sync.share / addends)).backward()
-            open_step.close()
-
-        with open_step, torch.enable_grad():
-            self.rollouts.repeat(rollout, trained, visit, model)
-
     def _losses_of(self, step: NormalStep, rollout: Rollout, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,) losses of a step, and `MEASURES` of it: sums over the samples, and a maximum."""
         before, clip = rollout.log_probabilities[step.number], self._settings.clip_range
         now = step.log_probability(rollout.after[step.number])
         ratio = (now - before).exp()
