@@ -44,9 +44,13 @@ def given(out: Path, **more: Any) -> dict[str, Any]:
     return {**run, "learning_rate": 1e-3, "lora": {"rank": 2}, "reinforce": reinforce, **more}
 
 
-def trained(settings: dict[str, Any]) -> tuple[list[dict[str, float]], str]:
+# Ways to share out a run in reproducible mode.
+GRID = [*({axis: size} for size in (2, 3, 4) for axis in ("data", "ulysses", "ring")), {"data": 2, "ulysses": 2}]
+
+
+def trained(settings: dict[str, Any], kind: type = ReinforcementTrainer) -> tuple[list[dict[str, float]], str]:
     """The numbers of every step of a run, but for seconds, and the digest of its weights."""
     rows: list[dict[str, float]] = []
-    with trainer_of(settings, ReinforcementTrainer) as trainer:
+    with trainer_of(settings, kind) as trainer:
         trainer.run(report=lambda now: rows.append({"loss": now.loss, "norm": now.grad_norm, **now.numbers}))
         return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows], trainer.state.weights_digest()

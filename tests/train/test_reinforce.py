@@ -25,7 +25,7 @@ from ditmesh.train.reinforce.steps import NormalStep, sampler_for, stochastic_st
 from ditmesh.train.reinforce.trainer import ReinforcementTrainer, has_settled
 from ditmesh.train.run import train
 from support import reinforce
-from support.reinforce import given, trained
+from support.reinforce import GRID, given, trained
 from support.train import configured, loaded, trainer_of
 
 DIFFERENCE = "log_probability_difference"
@@ -171,8 +171,6 @@ def test_losses_and_weights_are_those_of_plain_torch(tmp_path):
     assert vars(scheduler) == held
 
 
-# Ways to share out a run in reproducible mode, by the embedded model.
-GRID = [*({axis: size} for size in (2, 3, 4) for axis in ("data", "ulysses", "ring")), {"data": 2, "ulysses": 2}]
 GRIDS = [pytest.param(name, GRID, marks=pytest.mark.matrix) for name in ("emoji-flux", "emoji-sd3")]
 
 
@@ -201,7 +199,7 @@ def test_any_batch_in_any_order_has_the_probabilities_of_its_rollout(tmp_path, m
     for size in range(1, 9):
         numbers = [int(number) for number in order.permutation(8)[:size]]
         micro = MicroBatch(tuple(DrawnSample(0, number) for number in numbers), (1, 1))
-        rollout = rollouts.draw(micro, "a red fox", [0, 1])
+        rollout = rollouts.draw(micro, ("a red fox",) * size, [0, 1])
 
         def visit(step: NormalStep, rollout: Any = rollout) -> None:
             now = step.log_probability(rollout.after[step.number])
@@ -253,9 +251,9 @@ def test_a_planted_difference_is_seen(tmp_path, wrong):
             with sdpa_kernel(SDPBackend.MATH):
                 repeat(*args)
 
-        def one_by_one(micro: MicroBatch, prompt: str, steps: list[int]) -> Rollout:
-            whole = draw(micro, prompt, steps)
-            alone = [draw(MicroBatch((sample,), (1, 1)), prompt, steps) for sample in micro.samples]
+        def one_by_one(micro: MicroBatch, prompts: tuple[str, ...], steps: list[int]) -> Rollout:
+            whole = draw(micro, prompts, steps)
+            alone = [draw(MicroBatch((sample,), (1, 1)), prompts[:1], steps) for sample in micro.samples]
             whole.after = [torch.cat(each) for each in zip(*(one.after for one in alone), strict=True)]
             for step, kept in whole.log_probabilities.items():
                 kept[:] = torch.cat([one.log_probabilities[step] for one in alone])

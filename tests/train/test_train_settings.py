@@ -15,7 +15,14 @@ import torch
 import ditmesh
 from ditmesh.train.config import GROUPS, TrainConfig
 from ditmesh.train.optimizer.update import _schedule
-from ditmesh.train.settings import DataSetConfig, LoraConfig, ReinforceConfig, RewardConfig, SampleSettings
+from ditmesh.train.settings import (
+    DataSetConfig,
+    DistillConfig,
+    LoraConfig,
+    ReinforceConfig,
+    RewardConfig,
+    SampleSettings,
+)
 from support.train import configured
 
 PAGE = Path(__file__).parents[2] / "docs" / "training-settings.md"
@@ -62,6 +69,7 @@ MODELS = (
     ("One data set of several", DataSetConfig, "data.train_data.N."),
     ("`lora`: adapters in place of full fine-tuning", LoraConfig, "lora."),
     ("`reinforce`: learning from rewards", ReinforceConfig, "reinforce."),
+    ("`distill`: few steps", DistillConfig, "distill."),
     ("One reward", RewardConfig, "reinforce.rewards.N."),
 )
 

@@ -23,7 +23,7 @@ from ...errors import ConfigError
 from ...generate.modular import guided_by
 from ...generate.runner import PipelineRunner, Prepared
 from ..config import TrainConfig
-from ..data.order import MicroBatch
+from ..data.order import DrawnSample, MicroBatch
 from ..drawing import drawing_call, drawing_job, pixels_of
 from ..observed.watch import StandIn, remember_prompts
 from ..settings import DistillConfig
@@ -173,6 +173,10 @@ class Rollouts:
         with without_adapters(model):
             self.repeat(rollout, trained, lambda step: rollout.means.update({step.number: step.mean}), lambda _: model)
 
+    def noise_of(self, sample: DrawnSample) -> torch.Generator:
+        """A fresh generator of the noise that a sample begins with."""
+        return _generator(self._config.seed, sample.number)
+
     def _prepared(self, rollout: Rollout, guidance: float | None) -> Prepared:
         """The call of the pipeline, with fresh generators."""
         config, runner, samples = self._config, self._runner, rollout.micro.samples
@@ -182,7 +186,7 @@ class Rollouts:
         more = {"prompt": [*rollout.prompts]} if several else {}
         images, prompts = 1 if several else len(samples), rollout.prompts[:1]
         job = drawing_job(config, runner, prompts, settings.inference_steps, seed, images).changed(guidance=guidance)
-        generators = [_generator(config.seed, sample.number) for sample in samples]
+        generators = [self.noise_of(sample) for sample in samples]
         return drawing_call(runner, job, 0, generator=generators, **more)
 
     @contextmanager
