@@ -22,7 +22,7 @@ from PIL import Image
 
 from ditmesh.generate.receipt import read_receipt
 from support import processes
-from support.commands import run
+from support.commands import refusal, run
 from support.tiny import save_tiny_sd3
 
 TEST_PATH = os.pathsep.join(path for path in sys.path if path)
@@ -271,14 +271,9 @@ def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
         arguments += ["--model", str(facts_only)]
     if "--out" not in arguments:
         arguments += ["--out", str(tmp_path / "out")]
-    code = run("generate", "--device", "cpu", *arguments)
-    captured = capsys.readouterr()
-    assert code == 2, captured.err
-    assert captured.out == ""
-    assert captured.err.startswith("ditmesh: ")
-    assert len(captured.err.strip().splitlines()) == 1
+    sentence = refusal(capsys, "generate", "--device", "cpu", *arguments)
     for words in says:
-        assert words in captured.err
+        assert words in sentence
 
 
 def test_cuda_that_is_not_there_is_refused(

@@ -16,25 +16,15 @@ from typing import Any
 import pytest
 
 from ditmesh import InputError
-from ditmesh.cli.main import app, main
+from ditmesh.cli.main import app
 from ditmesh.cli.show import emit
 from ditmesh.report.report import Report
 from support import processes
+from support.commands import refusal
+from support.commands import run as run_command
 
 TEST_PATH = os.pathsep.join(path for path in sys.path if path)
 EMOJI = Path(__import__("ditmesh").__file__).parent / "zoo" / "emoji-sd3"
-
-
-def said_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one sentence with which a command refuses, with exit code 2."""
-    with pytest.raises(SystemExit) as left:
-        main(list(arguments))
-    captured = capsys.readouterr()
-    assert left.value.code == 2, captured.err
-    assert captured.out == ""
-    assert captured.err.startswith("ditmesh: ")
-    assert len(captured.err.strip().splitlines()) == 1
-    return captured.err.removeprefix("ditmesh: ").strip()
 
 
 # ---- mistakes
@@ -82,7 +72,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ],
 )
 def test_a_mistake_is_one_sentence(line: str, says: str, nothing_starts: Path, capsys: Any) -> None:
-    assert says in said_by(capsys, *line.split())
+    assert says in refusal(capsys, *line.split())
 
 
 def test_a_mistake_does_not_wait_for_torch() -> None:
@@ -133,7 +123,7 @@ def test_training_is_refused_before_ranks_start(more: str, says: str, nothing_st
     index = {"_class_name": "DDPMPipeline", "transformer": ["diffusers", "LatteTransformer3DModel"]}
     Path("strange/model_index.json").write_text(json.dumps(index))
     Path("strange/transformer/config.json").write_text(json.dumps({"_class_name": "LatteTransformer3DModel"}))
-    assert says in said_by(capsys, "train", "run.yaml", "--device", "cpu", *more.split())
+    assert says in refusal(capsys, "train", "run.yaml", "--device", "cpu", *more.split())
 
 
 # ---- help
@@ -142,10 +132,9 @@ def test_training_is_refused_before_ranks_start(more: str, says: str, nothing_st
 def test_help_is_a_command_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     said = []
     for arguments in (["help"], ["--help"], [], ["help", "plan"], ["plan", "-h"]):
-        with pytest.raises(SystemExit) as left:
-            main(arguments)
+        code = run_command(*arguments)
         # A command line without a command is a mistake that help answers.
-        assert left.value.code == (0 if arguments else 2)
+        assert code == (0 if arguments else 2)
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] == said[2]
     assert said[3] == said[4] != said[0]

@@ -18,6 +18,7 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt, read_receipt, write_png
 from ditmesh.generate.replay import changes_of, compare_replay, drawn_alone, job_of, receipt_config, receipt_model
 from ditmesh.resizing import resized
+from support.commands import refusal
 from support.commands import run as command
 from support.tiny import save_tiny_sd3
 
@@ -265,13 +266,9 @@ def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
 
     # A picture names what it likes: that is no reason to ask anybody.
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    assert command("replay", *arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("ditmesh: ")
-    assert len(captured.err.strip().splitlines()) == 1
+    sentence = refusal(capsys, "replay", *arguments)
     for part in says:
-        assert part in captured.err
+        assert part in sentence
 
 
 @pytest.mark.parametrize(

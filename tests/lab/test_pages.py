@@ -112,7 +112,6 @@ def test_what_a_user_wrote_is_text_everywhere():
     page.points([nasty])
     page.table((nasty, "b"), [(nasty, StyledText(nasty, "words"))], nasty)
     page.facts({nasty: {nasty: nasty}}, nasty)
-    page.charts([(figures.scatter_chart([figures.Point(nasty, nasty, 1, 2)], nasty, nasty, nasty), nasty)])
     page.charts([(figures.line_chart([figures.Series(nasty, (1,), (2,))], nasty, nasty, nasty), nasty)])
     page.charts([(figures.heat_map(figures.ValueGrid((nasty,), (nasty,), ((1.0,),)), nasty, nasty, nasty), nasty)])
     page.images([[GridImage(pair()[0], nasty, nasty, 0.5)]], nasty)

@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import ditmesh
-from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.core.clock import timestep_of
 from ditmesh.lab.plan.hardware import device, link, machine
@@ -25,6 +24,7 @@ from ditmesh.layout.conventions import Size
 from ditmesh.memory.cards import parts
 from ditmesh.memory.catalogue import shapes
 from ditmesh.memory.sizes import Workload
+from support.commands import run as run_command
 from support.models import inputs, run, tiny
 from support.sample import sampled
 
@@ -133,10 +133,9 @@ def test_synchronous_steps_are_the_policys(warmup, count):
 
 def plan(capfd: Any, *words: str | Path) -> tuple[int, str, str]:
     """Exit code and output of the command."""
-    with pytest.raises(SystemExit) as left:
-        main(["plan", *map(str, words)])
+    code = run_command("plan", *words)
     said = capfd.readouterr()
-    return left.value.code, said.out, said.err
+    return code, said.out, said.err
 
 
 @pytest.mark.matrix

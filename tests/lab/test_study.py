@@ -14,11 +14,11 @@ import pytest
 
 import ditmesh
 from ditmesh import zoo
-from ditmesh.cli.main import main
 from ditmesh.errors import InputError
 from ditmesh.lab.study import analysis, plan, running, samplers
 from ditmesh.lab.study.analysis import Mean, StudyResults
 from ditmesh.lab.study.store import Store
+from support.commands import run as run_command
 from support.html import Reader
 from support.launchers import KeptRanks
 
@@ -28,21 +28,15 @@ SMALL = [*OPTIONS, "--warmup", "0,1,3,adaptive(0.001)", "--strategy", "displaced
 
 
 def study(capsys: pytest.CaptureFixture[str], out: Path, *options: str) -> dict[str, Any]:
-    main_without_leaving(["study", *options, "--out", str(out), "--json"])
+    assert run_command("study", *options, "--out", str(out), "--json") == 0
     return json.loads(capsys.readouterr().out)
-
-
-def main_without_leaving(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert not left.value.code
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished study of one sampler, two strategies and four policies."""
     out = tmp_path_factory.mktemp("study")
-    main_without_leaving(["study", *SMALL, "--out", str(out), "--json"])
+    assert run_command("study", *SMALL, "--out", str(out), "--json") == 0
     return out
 
 
@@ -99,9 +93,7 @@ def test_resumes(small, capsys):
     assert again["table"] == table
     # A line in the middle that is no cell is nobody's study.
     (small / "cells.jsonl").write_bytes(b"not a cell\n" + b"".join(lines))
-    with pytest.raises(SystemExit) as left:
-        main(["study", *SMALL, "--out", str(small)])
-    assert left.value.code == 2
+    assert run_command("study", *SMALL, "--out", small) == 2
     assert "line 1 holds no cell" in capsys.readouterr().err
     (small / "cells.jsonl").write_bytes(b"".join(lines))
 
@@ -123,10 +115,9 @@ def test_resumes(small, capsys):
 )
 def test_refuses(tmp_path, capsys, options, reason):
     prompts = [] if "--model" in options else ["fox", "--model", MODEL]
-    with pytest.raises(SystemExit) as left:
-        main(["study", *prompts, "--out", str(tmp_path / "out"), *options])
+    code = run_command("study", *prompts, "--out", tmp_path / "out", *options)
     said = capsys.readouterr().err
-    assert left.value.code == 2
+    assert code == 2
     assert reason in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()

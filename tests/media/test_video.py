@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ditmesh.cli.main import main
 from ditmesh.generate import video
 from ditmesh.generate.receipt import PNG_KEYWORD, read_receipt
 from ditmesh.media.videos import read_frames
+from support.commands import run as run_command
 from support.tiny import save_tiny_wan
 
 pytest.importorskip("av")
@@ -38,9 +38,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, Any]:
     """A command's JSON."""
     capsys.readouterr()
     threads = [] if words[0] == "study" else ["--threads", "1"]
-    with pytest.raises(SystemExit) as ended:
-        main([*map(str, words), *threads, "--json"])
-    assert not ended.value.code
+    assert run_command(*words, *threads, "--json") == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -175,8 +173,7 @@ def test_what_cannot_be_is_said_in_one_sentence(
     frames = moving(7)
     frames[0].save("in.png")
     frames[0].save("in.webp", save_all=True, append_images=frames[1:], lossless=True)
-    with pytest.raises(SystemExit):
-        main(["generate", "a red fox", "--model", str(model), *SMALL, *words])
+    run_command("generate", "a red fox", "--model", model, *SMALL, *words)
     assert said in capsys.readouterr().err
 
 
@@ -184,8 +181,7 @@ def test_without_pyav_it_is_said_what_to_install(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("ditmesh.media.videos.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        main(["generate", "a red fox", "--model", str(model), *SMALL])
+    run_command("generate", "a red fox", "--model", model, *SMALL)
     assert "pip install 'ditmesh[video]'" in capsys.readouterr().err
 
 

@@ -18,7 +18,6 @@ import yaml
 from PIL import Image
 
 import ditmesh
-from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.engine import guided
 from ditmesh.generate.model_info import find_model
@@ -30,6 +29,7 @@ from ditmesh.memory.catalogue import shapes
 from ditmesh.memory.check import Demand, components_of_shape
 from ditmesh.memory.sizes import workload_of
 from ditmesh.strategies.heads import heads_of
+from support.commands import run as run_command
 from support.models import tiny
 from support.pipelines import arguments, draw, sd3
 
@@ -151,10 +151,9 @@ def test_auto_gives_guidance_its_ranks(ranks: Callable[[int], RankPool]):
 
 def said(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     """Exit code and output of a command."""
-    with pytest.raises(SystemExit) as left:
-        main([*words])
+    code = run_command(*words)
     captured = capfd.readouterr()
-    return int(left.value.code or 0), captured.out, " ".join(captured.err.split())
+    return code, captured.out, " ".join(captured.err.split())
 
 
 @pytest.mark.matrix

@@ -29,6 +29,7 @@ from ditmesh.memory.check import check_memory, components_of
 from ditmesh.memory.phases import keys_of_chunks, needs
 from ditmesh.memory.sizes import usual_frames, workload_of
 from ditmesh.request import Offload
+from support.commands import run as run_command
 from support.more_pipelines import FAMILIES, draw
 
 # Autoencoders' configurations as published, as far as they say how many pixels and frames a latent is.
@@ -76,11 +77,8 @@ def seen_tokens(pipe: Any, name: str) -> int:
 
 
 def result_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    from ditmesh.cli.main import main
 
-    with pytest.raises(SystemExit) as left:
-        main([*words, "--json"])
-    assert left.value.code == 0
+    assert run_command(*words, "--json") == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -249,12 +247,9 @@ def test_what_is_neither_image_nor_video_is_refused_before_it_is_computed(
 def test_sizes_that_are_not_used_are_refused(
     words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    from ditmesh.cli.main import main
 
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as left:
-        main(words)
-    assert left.value.code == 2
+    assert run_command(*words) == 2
     assert says in " ".join(capfd.readouterr().err.split())
 
 

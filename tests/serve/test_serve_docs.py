@@ -18,9 +18,10 @@ import typer
 import yaml
 
 from ditmesh.cli import serve as command
-from ditmesh.cli.main import app, main
+from ditmesh.cli.main import app
 from ditmesh.serve.http.app import create_app
 from ditmesh.serve.http.keys import new_key
+from support.commands import run as run_command
 from support.serving import FakeBackend, serving
 
 ROOT = Path(__file__).parents[2]
@@ -52,9 +53,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def run(line: str) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(shlex.split(line)[1:])
-    assert left.value.code == 0, line
+    assert run_command(*shlex.split(line)[1:]) == 0
 
 
 def commands_of(text: str) -> list[str]:
@@ -148,9 +147,7 @@ def test_the_examples_start_servers(starts: list[Any], tmp_path: Path):
         new_key(folder / "keys")
         # Folders of containers and units are not there.
         moved = [re.sub(r"(^|=)/(?:state|keys|var/lib/ditmesh)/", rf"\1{folder}/", word) for word in arguments]
-        with pytest.raises(SystemExit) as left:
-            main(moved)
-        assert left.value.code == 0, moved
+        assert run_command(*moved) == 0
         assert starts[-1][1].keys == folder / "keys"
     assert len(starts) == 3
     assert yaml.safe_load((EXAMPLES / "prometheus.yaml").read_text(encoding="utf-8"))["scrape_configs"]

@@ -139,7 +139,7 @@ CASES = [
     for first in ("SanaWMLTX2Refiner",)
     for name in PROGRAMS
     for config in (ULYSSES, GATHER, GATHER_3, TENSOR)
-    # Its table of positions is by channels of all heads, which tensor does not cut for a class without a review.
+    # Its table of positions is by channels of all heads: refused.
     if config != TENSOR or name != first
 ]
 
@@ -182,6 +182,7 @@ def refusal(config: dict[str, Any]) -> str:
 
 
 def test_keys_that_are_kept_do_not_travel(ranks):
+    assert "tensor=2 cannot run SanaWMLTX2RefinerTransformer3DModel" in ranks(2).run(refusal, TENSOR)[0]
     for sentence in ranks(2).run(refusal, {"ring": 2}):
         assert "ring=2 cannot run transformer_blocks.0.attn1" in sentence
         assert "set exchange='gather', or use ulysses" in sentence

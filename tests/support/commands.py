@@ -15,3 +15,13 @@ def run(*arguments: Any) -> int:
         main([str(argument) for argument in arguments])
     assert isinstance(left.value.code, int)
     return left.value.code
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    """The one sentence with which ``ditmesh`` refuses these arguments, with exit code 2."""
+    code, captured = run(*arguments), capsys.readouterr()
+    assert code == 2, captured.err
+    assert captured.out == ""
+    assert captured.err.startswith("ditmesh: ")
+    assert len(captured.err.strip().splitlines()) == 1
+    return captured.err.removeprefix("ditmesh: ").strip()

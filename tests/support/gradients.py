@@ -65,8 +65,9 @@ def loss_of(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
 
 
 def output_of(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
-    output = model(**arguments)[0]
-    return torch.cat([one.flatten() for one in output]) if isinstance(output, list) else output
+    # Of a model of video and sound, both.
+    parts = [output for part in model(**arguments)[:] for output in (part if isinstance(part, list) else [part])]
+    return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
 
 
 def weighted(output: Tensor) -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -39,6 +40,11 @@ def emoji(count: int) -> list[tuple[str, np.ndarray]]:
         (entry["caption"], picture)
         for entry, picture in zip(entries, read_sheet(model / "thumbnails.png", count), strict=True)
     ]
+
+
+def made(make: Callable[[Path], Path]) -> Any:
+    """A fixture of a module: what a function makes in a folder of its own."""
+    return pytest.fixture(scope="module")(lambda tmp_path_factory: make(tmp_path_factory.mktemp("made")))
 
 
 def folder_of(path: Path, count: int, side: int = 64) -> Path:

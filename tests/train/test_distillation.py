@@ -8,13 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 
 import ditmesh
 from ditmesh.train.reinforce.distillation import DistillationTrainer
-from ditmesh.train.reinforce.steps import sampler_for
 from ditmesh.train.run import train
 from support.reinforce import GRID, trained
 from support.train import configured, loaded, trainer_of
@@ -143,8 +141,3 @@ def test_contradictions_are_refused(tmp_path, change, words):
     run = {name: value for name, value in {**given(tmp_path), **change}.items() if value is not None}
     with pytest.raises(ditmesh.DitmeshError, match=words):
         trainer_of(run, DistillationTrainer)
-
-
-def test_models_of_noise_are_refused():
-    with pytest.raises(ditmesh.ConfigError, match="DDIMScheduler is for models of noise"):
-        sampler_for("distillation", diffusers.DDIMScheduler())

@@ -360,6 +360,7 @@ def test_a_scheduler_of_the_other_objective_is_refused():
     for objective, scheduler, words in (
         ("ddpo", flow(), "use objective: flow_grpo"),
         ("flow_grpo", diffusers.DDIMScheduler(), "use objective: ddpo"),
+        ("distillation", diffusers.DDIMScheduler(), "DDIMScheduler is for models of noise"),
         ("flow_grpo", flow(invert_sigmas=True), "the other way round"),
     ):
         with pytest.raises(ditmesh.ConfigError, match=words):

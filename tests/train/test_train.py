@@ -12,19 +12,27 @@ import pytest
 from safetensors.torch import load_file
 
 import ditmesh
-from ditmesh.cli.main import main
 from ditmesh.train.checkpoints.checkpoint import broken
 from ditmesh.train.logs import read_log
 from ditmesh.train.run import train
 from ditmesh.zoo import path as find
-from support.train import configured, data_and_model, emoji, grouped, losses_of, settings, tiny_settings, trainer_of
+from support.commands import run as run_command
+from support.train import (
+    configured,
+    data_and_model,
+    emoji,
+    grouped,
+    losses_of,
+    made,
+    settings,
+    tiny_settings,
+    trainer_of,
+)
 
 SD3, DIT = "emoji-sd3", "emoji-dit-s"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return data_and_model(tmp_path_factory.mktemp("data"), 6)
+data = made(lambda folder: data_and_model(folder, 6))
 
 
 @pytest.fixture(scope="module")
@@ -168,10 +176,9 @@ def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, caplog):
 
 def told(capfd, *words):
     """What ``ditmesh train`` says as JSON; it must end well."""
-    with pytest.raises(SystemExit) as left:
-        main(["train", *map(str, words), "--threads", "1", "--device", "cpu", "--json"])
+    code = run_command("train", *words, "--threads", "1", "--device", "cpu", "--json")
     said = capfd.readouterr()
-    assert left.value.code == 0, said.err
+    assert code == 0, said.err
     return json.loads(said.out)
 
 
@@ -192,8 +199,7 @@ def test_the_command_trains_and_exports(data, tmp_path, capfd):
     assert 0 < max(moved) < 0.1
     assert not [f for f in Path(said["pipeline"]).rglob("*.json") if str(tmp_path) in f.read_text(encoding="utf-8")]
     more = ["--set", "optimizer.max_train_steps=3", "--set", "output.validation_prompts=[]", "--threads", "1"]
-    with pytest.raises(SystemExit):
-        main(["train", str(file), "--ulysses", "2", "--device", "cpu", "--resume", *more])
+    run_command("train", file, "--ulysses", "2", "--device", "cpu", "--resume", *more)
     assert "\n1 step after 2 steps before in " in f"\n{capfd.readouterr().out}"
 
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 
-import pytest
 import torch
 
 import ditmesh
 from ditmesh.comm.mesh import Mesh
 from ditmesh.train.checkpoints.checkpoint import Checkpoints, broken
-from support.train import data_and_model, tiny_settings, trainer_of
+from support.train import data_and_model, made, tiny_settings, trainer_of
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return data_and_model(tmp_path_factory.mktemp("data"), 6)
+data = made(lambda folder: data_and_model(folder, 6))
 
 
 def saved(folder, step, keep=None):

@@ -6,19 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from PIL import Image
 
-from ditmesh.cli.main import main
+from support.commands import run as run_command
 from support.train import emoji, folder_of, grouped, settings
-
-
-def exit_of(*words: str) -> int:
-    """The exit code of the command in this process."""
-    with pytest.raises(SystemExit) as left:
-        main(list(words))
-    return int(left.value.code or 0)
 
 
 def messy(folder: Path) -> Path:
@@ -47,7 +39,7 @@ def test_a_run_is_checked_with_its_data(tmp_path, capsys):
     run = settings(data, tmp_path / "out", trigger_word="an emoji", random_flip=True)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(grouped(run)))
     words = ["train", "--check", str(tmp_path / "run.yaml")]
-    assert exit_of(*words, "--json") == 0
+    assert run_command(*words, "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)["data"]
     assert [(one["samples"], one["per_epoch"]) for one in found["sets"]] == [(8, 8)]
     assert found["captions"]["cut"][0].startswith("1 caption is cut by tokenizer at 16 tokens")
@@ -56,7 +48,7 @@ def test_a_run_is_checked_with_its_data(tmp_path, capsys):
     assert "film.gif is animated: its first frame is trained" in found["notes"]
     assert any(one.startswith("phone.jpg has 24 x 96 pixels, of which 75% are cut away") for one in found["notes"])
     assert found["decoded"] == found["samples"] == 8
-    assert exit_of(*words) == 0
+    assert run_command(*words) == 0
     assert "film.gif is animated" in capsys.readouterr().out
 
 
@@ -64,6 +56,6 @@ def test_labels_are_checked_too(tmp_path, capsys):
     run = {"pretrained_model_name_or_path": "fashion-dit", "train_data_dir": str(folder_of(tmp_path / "data", 3, 32))}
     run |= {"output_dir": str(tmp_path / "out"), "resolution": 32, "train_batch_size": 2}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(grouped(run)))
-    assert exit_of("train", "--check", str(tmp_path / "run.yaml"), "--json") == 0
+    assert run_command("train", "--check", str(tmp_path / "run.yaml"), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["data"]["captions"]["by"] == "label"

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import ditmesh
 from ditmesh.train.preflight import check_settings
 from ditmesh.train.trainer import Trainer
-from support.train import configured, folder_of, loaded, save_pipeline, settings, trainer_of
+from support.train import configured, folder_of, loaded, made, save_pipeline, settings, trainer_of
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_pipeline("flux", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("data"), 6, 32)
+model = made(lambda folder: save_pipeline("flux", folder))
+data = made(lambda folder: folder_of(folder, 6, 32))
 
 
 def given(model, data, out, **more):

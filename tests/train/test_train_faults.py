@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from ditmesh.train.checkpoints.checkpoint import broken
 from ditmesh.train.trainer import Trainer
 from support.faults import DEADLINE, PROMPT, held, injected, more_than
-from support.train import data_and_model, losses_of, tiny_settings, trainer_of
+from support.train import data_and_model, losses_of, made, tiny_settings, trainer_of
 
 CONFIGS = {
     "ulysses": {"parallel": {"ulysses": 2}},
@@ -29,9 +29,7 @@ CONFIGS = {
 POINTS = ("reading", "forward", "backward", "optimizer", "state", "writing")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return data_and_model(tmp_path_factory.mktemp("data"), 4)
+data = made(lambda folder: data_and_model(folder, 4))
 
 
 @pytest.fixture(autouse=True)

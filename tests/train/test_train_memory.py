@@ -21,7 +21,7 @@ from ditmesh.train.model.frozen import read_pipeline_frozen
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.sample import sampled
-from support.train import configured, folder_of, settings
+from support.train import configured, folder_of, made, settings
 
 
 def local_bytes(tensor: Any) -> int:
@@ -59,9 +59,7 @@ def held(given: dict[str, Any]) -> dict[str, float]:
         }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("data"), 8)
+data = made(lambda folder: folder_of(folder, 8))
 
 
 CASES = {

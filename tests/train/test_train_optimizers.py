@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 import ditmesh
 from ditmesh.train.optimizer.optimizers import check_optimizer, make_optimizer
 from support.sample import sampled
-from support.train import configured, folder_of, save_pipeline, settings, trainer_of
+from support.train import configured, folder_of, made, save_pipeline, settings, trainer_of
 
 # Settings of an optimizer that moves the weights of four steps visibly.
 MORE = {
@@ -24,14 +23,8 @@ MORE = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_pipeline("pixart", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("data"), 6, 32)
+model = made(lambda folder: save_pipeline("pixart", folder))
+data = made(lambda folder: folder_of(folder, 6, 32))
 
 
 @pytest.fixture

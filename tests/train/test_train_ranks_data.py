@@ -24,7 +24,7 @@ from ditmesh.train.data.encoder import SampleEncoder
 from ditmesh.train.data.sources import read_samples
 from ditmesh.train.trainer import Trainer
 from ditmesh.train.uneven import uneven_work
-from support.train import configured, data_and_model, folder_of, loaded, save_pipeline, settings, tiny_settings
+from support.train import configured, data_and_model, folder_of, loaded, made, save_pipeline, settings, tiny_settings
 
 COUNT = 12
 
@@ -33,9 +33,7 @@ def rank_of() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return data_and_model(tmp_path_factory.mktemp("data"), COUNT)
+data = made(lambda folder: data_and_model(folder, COUNT))
 
 
 def run(given, per_rank=None, until=None):

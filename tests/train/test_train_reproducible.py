@@ -6,7 +6,7 @@ import pytest
 
 import ditmesh
 from ditmesh.config import ParallelConfig
-from support.train import configured, folder_of, settings, weights_after
+from support.train import configured, folder_of, made, settings, weights_after
 
 WAYS = [
     {},
@@ -17,9 +17,7 @@ WAYS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return folder_of(tmp_path_factory.mktemp("data"), 8)
+data = made(lambda folder: folder_of(folder, 8))
 
 
 def found(ranks, way, given):

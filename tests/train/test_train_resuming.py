@@ -27,17 +27,10 @@ from ditmesh.train.checkpoints.folder import (
 )
 from ditmesh.train.logs import read_log
 from ditmesh.train.run import train
-from support.train import configured, folder_of, save_pipeline, settings, trainer_of
+from support.train import configured, folder_of, made, save_pipeline, settings, trainer_of
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_pipeline("flux", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("data"), 6, 32)
+model = made(lambda folder: save_pipeline("flux", folder))
+data = made(lambda folder: folder_of(folder, 6, 32))
 
 
 def run(given, until=None):

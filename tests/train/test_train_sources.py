@@ -24,14 +24,12 @@ from ditmesh.train.data.sources import all_samples, digest_of
 from ditmesh.train.objective import NoisyBatch, sample_losses
 from ditmesh.train.observed.family import ObservedFamily
 from support.families import StableDiffusion3
-from support.train import configured, emoji, folder_of, loaded, settings, weights_after
+from support.train import configured, emoji, folder_of, loaded, made, settings, weights_after
 
 SIZES = [(64, 64)] * 7 + [(32, 96)] * 4
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("data"), 6)
+data = made(lambda folder: folder_of(folder, 6))
 
 
 def config_of(data: Any, out: Path, **more: Any) -> TrainConfig:

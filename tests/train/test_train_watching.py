@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 import types
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -19,17 +18,10 @@ from ditmesh.train.logs import COLUMNS, TrainingLog, read_log
 from ditmesh.train.optimizer.update import WeightUpdate
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
-from support.train import configured, folder_of, loaded, save_pipeline, settings
+from support.train import configured, folder_of, loaded, made, save_pipeline, settings
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_pipeline("pixart", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("data"), 8, 32)
+model = made(lambda folder: save_pipeline("pixart", folder))
+data = made(lambda folder: folder_of(folder, 8, 32))
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 
-from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.generate.job import PictureJob
 from ditmesh.generate.model_info import find_model
@@ -22,6 +21,8 @@ from ditmesh.verify.runs import RankRun, RunTask, config_name, reference_config,
 from ditmesh.verify.steps import StepRecorder, compare_steps, merge
 from ditmesh.verify.verdicts import judge
 from support import pipelines
+from support.commands import refusal
+from support.commands import run as run_command
 from support.tiny import save_tiny_sd3
 
 STEPS = 3
@@ -251,17 +252,10 @@ def test_every_sensible_configuration(model):
 # ---- the command
 
 
-def command(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as left:
-        main(["verify", *map(str, arguments)])
-    assert isinstance(left.value.code, int)
-    return left.value.code
-
-
 def test_the_command_says_what_fails(model, tmp_path, capfd):
     """With a tolerance of 0 the ring fails; Ulysses has the same bits."""
     (tmp_path / "ring.yaml").write_text("ring: 2\n")
-    code = command(
+    code = run_command("verify",
         "ulysses=2", tmp_path / "ring.yaml", "--model", model, "--prompt", "a red fox", "--steps", "2",
         "--guidance", "3", "--size", "48x32", "--tolerance", "0", "--threads", "1", "--device", "cpu", "--json",
     )  # fmt: skip
@@ -308,10 +302,6 @@ def test_bad_input_is_refused_in_one_sentence_before_ranks_start(model, capsys, 
         words += ["--prompt", "a red fox"]
     if "--model" not in words:
         words += ["--model", str(model)]
-    assert command(*words) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("ditmesh: ")
-    assert len(captured.err.strip().splitlines()) == 1
+    sentence = refusal(capsys, "verify", *words)
     for part in says:
-        assert part in captured.err
+        assert part in sentence

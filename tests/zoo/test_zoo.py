@@ -15,10 +15,10 @@ from PIL import Image
 
 import ditmesh
 from ditmesh import zoo
-from ditmesh.cli.main import main
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import read_receipt
 from ditmesh.lab.study import references
+from support.commands import run as run_command
 
 # What each is asked for, in images that its training knows.
 ASKED: dict[str, tuple[str, ...]] = {
@@ -142,10 +142,9 @@ def test_its_images_show_what_is_asked_for(name: str):
 def test_generate_takes_size_and_settings_of_the_card(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str):
     told = zoo.EMBEDDED[name]
     asked = ["generate", ASKED[name][0], "--model", name, "--threads", "1", "--device", "cpu", "--steps", "2"]
-    with pytest.raises(SystemExit) as left:
-        main([*asked, "--out", str(tmp_path), "--json"])
+    code = run_command(*asked, "--out", tmp_path, "--json")
     captured = capfd.readouterr()
-    assert left.value.code == 0, captured.err
+    assert code == 0, captured.err
     receipt = read_receipt(json.loads(captured.out)["images"][0]["path"])
     assert (receipt.width, receipt.height, receipt.frames or 0) == (told.size, told.size, told.frames)
     assert receipt.guidance == told.guidance_scale

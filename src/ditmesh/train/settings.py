@@ -210,8 +210,8 @@ class RewardConfig(SettingsGroup):
     """One reward of reinforcement learning."""
 
     function: str = Field(
-        description="``module:function``, called as ``reward(images, prompts, **arguments)``; ``sharpness``, "
-        "``jpeg_size`` or ``colour``; or the URL of a server.",
+        description="``module:function``, called as ``reward(images, prompts, **arguments)``; ``colour`` or "
+        "``jpeg_size``; or the URL of a server.",
     )
     name: str | None = Field(default=None, description="Its name in logs; None: the function's, or the address.")
     weight: float = Field(default=1.0, description="Its factor in the sum of rewards; 0: it is logged only.")

@@ -69,16 +69,6 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Point:
-    """One point of a scatter chart: its name, and the group that colours it."""
-
-    name: str
-    group: str
-    x: float
-    y: float
-
-
-@dataclass(frozen=True)
 class ValueGrid:
     """Values over two axes, ``values[row][column]``; one that was not measured is not a number."""
 
@@ -154,48 +144,6 @@ def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str)
     places = sorted({x for line in series for x in line.x})
     rows = tuple((f"{x:g}", *(_number(points.get(x)) for points in by_x)) for x in places)
     return Chart(title, _drawn(draw, x_label, y_label), (x_label, *(line.name for line in series)), rows)
-
-
-def scatter_chart(points: Sequence[Point], title: str, x_label: str, y_label: str) -> Chart:
-    """Numbered points of what costs x and is worth y, with the Pareto front: those that no other point beats.
-
-    Points have the colour and mark of their group; those of the front are ringed and joined by steps.
-    """
-    front = pareto_front(points)
-
-    def draw(axes: Axes) -> None:
-        for number, group in enumerate(dict.fromkeys(point.group for point in points)):
-            xs, ys = zip(*((point.x, point.y) for point in points if point.group == group), strict=True)
-            mark = MARKS[number % len(MARKS)]
-            axes.plot(xs, ys, color=COLOURS[number % len(COLOURS)], marker=mark, linestyle="none", label=group)
-        xs, ys = [points[number].x for number in front], [points[number].y for number in front]
-        axes.step(xs, ys, where="post", color="black", linestyle="dashed", linewidth=0.8)
-        axes.scatter(xs, ys, s=60, facecolors="none", edgecolors="black", linewidths=0.8)
-        for number, point in enumerate(points, 1):
-            axes.annotate(str(number), (point.x, point.y), xytext=(5, 3), textcoords="offset points")
-        axes.set_xlim(left=min(0.0, *axes.get_xlim()))
-        axes.grid(axis="y", alpha=0.4)
-        axes.legend()
-
-    header = ("no.", "what", x_label, y_label, "Pareto front")
-    rows = tuple(
-        (str(n), f"{p.group}, {p.name}", _number(p.x), _number(p.y), "yes" if n - 1 in front else "no")
-        for n, p in enumerate(points, 1)
-    )
-    return Chart(title, _drawn(draw, x_label, y_label), header, rows)
-
-
-def pareto_front(points: Sequence[Point]) -> list[int]:
-    """Places of the points with no other point at most as far right and higher, or as high and farther left.
-
-    From left to right; of equal points the first.
-    """
-    order = sorted(range(len(points)), key=lambda n: (points[n].x, -points[n].y, n))
-    front: list[int] = []
-    for number in order:
-        if not front or points[number].y > points[front[-1]].y:
-            front.append(number)
-    return front
 
 
 def heat_map(grid: ValueGrid, title: str, x_label: str, y_label: str) -> Chart:

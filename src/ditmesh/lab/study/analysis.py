@@ -116,11 +116,6 @@ class Row:
         """Sent over all axes."""
         return None if self.sent is None else sum(self.sent.values()) / 1e6
 
-    @property
-    def share_synchronous(self) -> float | None:
-        """Share of the steps in which ranks wait for messages, in percent; None where there is no log."""
-        return None if self.synchronous.value is None else 100 * self.synchronous.value / self.evaluations
-
 
 class StudyResults:
     """The finished cells of a plan, as the store has them and in the plan's order, by combination."""

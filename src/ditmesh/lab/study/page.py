@@ -17,7 +17,6 @@ from ...quality.metrics import as_picture
 from ...report.report import StyledText
 from ..pages.charts import (
     Chart,
-    Point,
     Series,
     coloured,
     eight_bits,
@@ -26,7 +25,6 @@ from ..pages.charts import (
     line_chart,
     number_text,
     scale_maximum,
-    scatter_chart,
 )
 from ..pages.page import GridImage, Page
 from .analysis import CAP, Combination, Mean, StudyResults, capped, findings
@@ -88,8 +86,13 @@ def page_of(results: StudyResults, images: Path, sentences: Sequence[str], facts
     report.section("Quality")
     for pair in plan.pairs:
         _table(report, results, pair)
-    report.section("Quality against time and bytes")
-    _costs(report, results)
+    rows = results.rows()
+    if not any(row.seconds is not None for row in rows):
+        report.text(
+            "Ranks were simulated: no time was measured. --real runs real ranks, too, and times them.", note=True
+        )
+    if unknown := sorted({row.strategy for row in rows if row.sent is None}):
+        report.text(f"Not known without --real: bytes that {' and '.join(unknown)} would send.", note=True)
     for title, note, show in (
         ("Warm-up", "", lambda pair: _warmup_charts(report, results, pair)),
         ("Images", "", lambda pair: _images(report, results, pair, images)),
@@ -155,46 +158,6 @@ def _table(report: Page, results: StudyResults, pair: Pair) -> None:
         f"{pair}: against the synchronous image; mean ± standard error over images. In means an "
         f"equal image counts as {CAP:g} dB.{exact}{''.join(costs)}",
     )
-
-
-def _costs(report: Page, results: StudyResults) -> None:
-    """Quality against cost, one chart for every sampler and measure of cost."""
-    charts = []
-    for sampler in results.plan.samplers:
-        rows = [row for row in results.rows() if row.sampler == sampler and row.psnr.value is not None]
-        alone = next((row.one_device_seconds for row in rows if row.one_device_seconds is not None), None)
-        beside = "" if alone is None else f" One device took {number_text(alone)} s."
-        for what, axis, cost, more in (
-            ("time", "time of a request, s", "seconds", f" First request, on real ranks.{beside}"),
-            ("bytes", "sent by all ranks, MB", "megabytes", " First request; all ranks and axes together."),
-            (
-                "synchronous steps",
-                "steps in which ranks wait, %",
-                "share_synchronous",
-                " Stale steps send as much as synchronous ones, and compute meanwhile: what is sent does not tell "
-                "warm-ups apart, and the share of steps that wait does.",
-            ),
-        ):
-            points = [
-                Point(f"N = {row.devices}, {row.warmup}", row.strategy, x, row.psnr.value)
-                for row in rows
-                if (x := getattr(row, cost)) is not None and row.psnr.value is not None
-            ]
-            if points:
-                chart = scatter_chart(points, f"PSNR against {what}, {sampler}", axis, "PSNR, dB")
-                caption = (
-                    f"{sampler}: quality against {what}; up and left is better. Numbers are those of the table "
-                    f"below. Ringed and joined: the Pareto front, which nothing measured beats on both.{more}"
-                )
-                charts.append((chart, caption))
-    report.charts(charts)
-    if not any(row.seconds is not None for row in results.rows()):
-        report.text(
-            "Ranks were simulated: no time was measured. --real runs real ranks, too, and times them.", note=True
-        )
-    unknown = sorted({row.strategy for row in results.rows() if row.sent is None})
-    if unknown:
-        report.text(f"Not known without --real: bytes that {' and '.join(unknown)} would send.", note=True)
 
 
 def _warmup_charts(report: Page, results: StudyResults, pair: Pair) -> None:

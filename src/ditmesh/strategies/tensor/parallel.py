@@ -24,7 +24,7 @@ from ...config import ParallelConfig
 from ...core.arguments import Arguments, covers, parameter_names
 from ...core.objects import kept_tensors
 from ...core.partition import Partition
-from ...core.patching import Patch, refuse_loading, refuse_reading, refuse_saving, wrap_methods
+from ...core.patching import Patch, Proceed, refuse_loading, refuse_reading, refuse_saving, wrap_methods
 from ...core.values import tracked
 from ...errors import ConfigError, InputError
 from ...layout import Table, TokenLayout
@@ -471,3 +471,17 @@ class TensorSlices(Strategy):
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:
             undo.callback(model.add(TensorParallel(model.model, self.context.mesh.tensor)).close)
+            if model.layout.source != "reviewed":
+                undo.callback(model.chain.add(partial(self._around_call, type(model.model).__name__)))
+
+    def _around_call(self, name: str, proceed: Proceed, arguments: Arguments) -> Any:
+        """Name the cause of torch's own error about shapes, in a class whose tables nobody has looked at."""
+        try:
+            return proceed(arguments)
+        except RuntimeError as error:
+            if not str(error).startswith("The size of tensor"):
+                raise
+            raise ConfigError(
+                f"tensor={self.context.config.tensor} cannot run {name}: something beside its weights follows the "
+                f"heads, and is whole ({error}); use ulysses, or ring with exchange='gather'"
+            ) from error

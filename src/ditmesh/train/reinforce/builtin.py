@@ -17,17 +17,6 @@ COLOURS = {  # sRGB
 }  # fmt: skip
 
 
-def sharpness(images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
-    """The variance of the Laplacian of an image's brightness, which is between 0 and 1. Noise makes it larger, too."""
-
-    def of_frame(frame: np.ndarray, prompt: str) -> float:
-        grey = np.asarray(Image.fromarray(frame).convert("L")) / 255.0
-        around = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:]
-        return float(np.var(around - 4.0 * grey[1:-1, 1:-1]))
-
-    return _by_frame(images, prompts, of_frame)
-
-
 def jpeg_size(images: np.ndarray, prompts: Sequence[str], compressible: bool = True) -> np.ndarray:
     """The bytes a pixel of an image as JPEG, negative. With ``compressible: false`` they are positive."""
     pixels = images.shape[-3] * images.shape[-2] * (-1 if compressible else 1)
@@ -69,4 +58,4 @@ def _by_frame(images: np.ndarray, prompts: Sequence[str], of_frame: Callable[[np
     return np.array([np.mean([of_frame(frame, prompt) for frame in video]) for video, prompt in pairs])
 
 
-REWARDS = {"sharpness": sharpness, "jpeg_size": jpeg_size, "colour": colour}
+REWARDS = {"jpeg_size": jpeg_size, "colour": colour}
