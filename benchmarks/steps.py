@@ -76,29 +76,48 @@ class Exact:
         self._pipes: dict[str, tuple[Any, Any]] = {}
         self._images: dict[tuple[Any, ...], Any] = {}
 
-    def measure(self, setup: Any, cell: Any) -> dict[str, Any]:
-        """A stale cell beside the exact images; processor seconds."""
-        from ditmesh.lab.study.running import distances, load_study_pipeline, nearest_matches_prompt, run_cell, stale
+    def pipeline(self, setup: Any) -> Any:
+        """The pipeline of a model, loaded once."""
+        from ditmesh.lab.study.running import load_study_pipeline
+
+        if setup.model not in self._pipes:
+            pipe = load_study_pipeline(setup)
+            self._pipes[setup.model] = pipe, pipe.scheduler
+        return self._pipes[setup.model][0]
+
+    def images(self, setup: Any, cell: Any) -> Any:
+        """The exact images of a cell, drawn once."""
+        from ditmesh.lab.study.running import run_cell
         from ditmesh.lab.study.samplers import set_sampler
 
-        if setup.name not in self._pipes:
-            pipe = load_study_pipeline(setup)
-            self._pipes[setup.name] = pipe, pipe.scheduler
-        pipe, plain = self._pipes[setup.name]
-        set_sampler(pipe, cell.sampler, plain)
+        pipe = self.pipeline(setup)
+        set_sampler(pipe, cell.sampler, self._pipes[setup.model][1])
         if (key := (setup.name, cell.sampler, setup.steps, cell.seeds)) not in self._images:
             self._images[key] = run_cell(pipe, setup, cell.reference)[0]
+        return self._images[key]
+
+    def measure(self, setup: Any, cell: Any) -> dict[str, Any]:
+        """A stale cell beside the exact images; processor seconds."""
+        from ditmesh.lab.study.running import run_cell, stale
+
+        exact, pipe = self.images(setup, cell), self.pipeline(setup)
         began = time.process_time()
         with stale(pipe, cell):
             images, predictions = run_cell(pipe, setup, cell)
-        pairs = zip(images, self._images[key], strict=True)
+        measures = self.compared(setup, cell, images, exact)
+        return measures | {"evaluations": len(predictions), "seconds": round(time.process_time() - began, 2)}
+
+    def compared(self, setup: Any, cell: Any, images: Any, exact: Any) -> dict[str, Any]:
+        """Distances of images from exact ones, and how many of both are nearest to what was asked for."""
+        from ditmesh.lab.study.running import distances, nearest_matches_prompt
+
+        pairs = zip(images, exact, strict=True)
         apart = [distances(list(zip(*pair, strict=True)) if images.ndim == 5 else [pair]) for pair in pairs]
-        found: dict[str, Any] = {
-            name: [one[name] and round(one[name], 4) for one in apart] for name in ("psnr", "ssim")
-        }
-        for name, some in (("right", images), ("exact right", self._images[key])):
-            found[name] = sum(nearest_matches_prompt(Path(setup.model), cell, some) or ())
-        return found | {"evaluations": len(predictions), "seconds": round(time.process_time() - began, 2)}
+        names = ("psnr", "ssim")
+        measures: dict[str, Any] = {name: [row[name] and round(row[name], 4) for row in apart] for name in names}
+        for name, drawn in (("right", images), ("exact right", exact)):
+            measures[name] = sum(nearest_matches_prompt(Path(setup.model), cell, drawn) or ())
+        return measures
 
 
 def main() -> None:

@@ -227,6 +227,24 @@ def few_steps() -> Iterator[Row]:
         yield SAMPLERS[name], *of_images(row, rows["ddim"]), mean_error(moved["each"]), signed(apart(moved, row))
 
 
+def student() -> Iterator[Row]:
+    """Images of `four_steps.py` in few steps, with its LoRA and without it, beside those in twelve."""
+    rows = {(row["lora"], row["steps"]): row["psnr"] for row in lines("four-steps") if row["part"] == "teacher"}
+    yield "", *(f"{steps} step{'s' * (steps > 1)}, dB" for steps in (1, 2, 4, 6, 8))
+    for adapted, title in ((False, "`emoji-flux`"), (True, "with the LoRA for four steps")):
+        some = [rows.get((adapted, steps)) for steps in (1, 2, 4, 6, 8)]
+        yield title, *(f"{mean_error(psnr)} ({min(psnr):.1f})" if psnr else "" for psnr in some)
+
+
+def four_steps() -> Iterator[Row]:
+    """What stale keys cost in the four steps of the LoRA of `four_steps.py`."""
+    yield "devices have", "devices", "synchronous steps of 4", "PSNR, dB", "worst image"
+    for row in lines("four-steps"):
+        if row["part"] == "stale":
+            cells = named(row["strategy"]), str(row["devices"]), row["warmup"].strip("fixed()")
+            yield *cells, mean_error(row["psnr"]), f"{min(row['psnr']):.1f}"
+
+
 def strategies() -> Iterator[Row]:
     """Strategies at four devices and 50 steps: quality, and what all ranks send."""
     yield "strategy", "PSNR, dB", "worst image", "SSIM", "less displaced", "sent, MB"
@@ -502,9 +520,9 @@ def files() -> Iterator[Row]:
 
 
 NAMES = (
-    "devices steps axes rounds counts costs gains objectives samplers few_steps strategies codecs tokens videos "
-    "distribution load moving true_size links exact ahead overhead deadlines faults training_speed training_curves "
-    "reinforcement sameness degrees vae memory files"
+    "devices steps axes rounds counts costs gains objectives samplers few_steps student four_steps strategies codecs "
+    "tokens videos distribution load moving true_size links exact ahead overhead deadlines faults training_speed "
+    "training_curves reinforcement sameness degrees vae memory files"
 )
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {name.replace("_", "-"): globals()[name] for name in NAMES.split()}
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)((?:\|.*\n)*)")

@@ -29,19 +29,17 @@ def given(out: Path, **more: Any) -> dict[str, Any]:
 
 def test_the_loss_and_weights_are_those_of_plain_torch(tmp_path):
     """A guided teacher; two prompts in a call; adapters that are not zero, which the teacher is without."""
-    pipe, rows = loaded("emoji-sd3"), []
-    config = configured(given(tmp_path, max_train_steps=1, optimizer="SGD", learning_rate=1.0))
-    with DistillationTrainer(config, pipe, timeout=100.0) as trainer:
+    run, rows = given(tmp_path, max_train_steps=1, optimizer="SGD", learning_rate=1.0), []
+    with trainer_of(run, DistillationTrainer) as trainer:
+        pipe = trainer.pipe
         for parameter in trainer.update.parameters:
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
         student, teacher = copy.deepcopy(pipe.transformer), loaded("emoji-sd3").transformer
         seen, teach = list[tuple[Any, Any]](), trainer.rollouts.teach
         vars(trainer.rollouts)["teach"] = lambda micro, *args: seen.append((micro, teach(micro, *args))) or seen[-1][1]
-        scheduler = pipe.scheduler
         trainer.run(report=rows.append)
-    assert pipe.scheduler is scheduler
-    scheduler.set_timesteps(2)
-    levels, losses = scheduler.sigmas.tolist(), []
+    pipe.scheduler.set_timesteps(2)
+    levels, losses = pipe.scheduler.sigmas.tolist(), []
     for micro, rollout in seen:
         for place, prompt in enumerate(trainer.prompts[sample.index] for sample in micro.samples):
             words, without, pooled, nothing = pipe.encode_prompt(prompt, prompt, prompt, max_sequence_length=16)
@@ -77,14 +75,12 @@ def test_the_loss_and_weights_are_those_of_plain_torch(tmp_path):
 
 @pytest.mark.parametrize("ways", [[{"data": 2}], pytest.param(GRID, marks=pytest.mark.matrix)])
 def test_ranks_and_batches_learn_the_same_bits(ranks, tmp_path, ways):
-    """In reproducible mode."""
     alone = trained(given(tmp_path / "a", parallel={"reproducible": True}), DistillationTrainer)
     for number, way in enumerate(ways):
-        more = {"parallel": {**way, "reproducible": True}, "train_batch_size": 1}
-        run = given(tmp_path / str(number), **more)
-        assert ranks(math.prod(way.values())).run(trained, run, DistillationTrainer) == [alone] * math.prod(
-            way.values()
-        )
+        run = given(tmp_path / str(number), parallel={**way, "reproducible": True}, train_batch_size=1)
+        assert {str(one) for one in ranks(math.prod(way.values())).run(trained, run, DistillationTrainer)} == {
+            str(alone)
+        }
 
 
 @pytest.mark.matrix
@@ -133,7 +129,6 @@ def test_videos_are_distilled(tmp_path):
         ({"objective": "denoising", "train_data_dir": "d"}, "use objective: distillation, or leave it out"),
         ({"parallel": {"data": 4}}, "2 calls.*multiple of 8"),
         ({"distill": {"prompts": "no/such.txt"}}, "distill.prompts='no/such.txt'.*give a list"),
-        ({"distill": {"prompts": ["a"], "teacher_steps": 1}}, "distill.teacher_steps=1"),
     ],
     ids=str,
 )
