@@ -72,13 +72,17 @@ _NAMES = {
     "ranks": "Followers Ranks",
 }
 _LAZY = {name: module for module, names in _NAMES.items() for name in names.split()}
+# Rooms whose names the manual writes out, such as ``ditmesh.train.reduce_gradients``.
+_ROOMS = ("train", "zoo")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
+    if name in _LAZY or name in _ROOMS:
         from importlib import import_module
 
         try:
+            if name in _ROOMS:
+                return import_module(f".{name}", __name__)
             return getattr(import_module(f".{_LAZY[name]}", __name__), name)
         except ImportError:
             from .core.borrowed import check_borrowed

@@ -313,10 +313,12 @@ def _problems_of_drawing(config: TrainConfig) -> Iterator[str]:
     calls = groups * -(-size // together) if config.distill is None else -(-groups // together)
     ranks = config.parallel.data
     if calls < ranks or (config.model.sharding == "fsdp" and calls % ranks):
-        setting, times = ("distill.samples", together) if config.distill is not None else ("reinforce.groups", 1)
+        what, times = f"reinforce.groups={groups} of {size} samples", 1
+        if config.distill is not None:
+            what, times = f"distill.samples={groups}", together
         yield (
-            f"{setting}={groups} of {size} samples are {calls} calls, and each of data={ranks} ranks needs one, with "
-            f"sharding: fsdp as many; use a multiple of {ranks * times}"
+            f"{what} are {calls} calls, and each of data={ranks} ranks needs one, with sharding: fsdp as many; use a "
+            f"multiple of {ranks * times}"
         )
 
 

@@ -67,7 +67,8 @@ def sampler_for(objective: str, scheduler: Any) -> Any:
     is_flow = "FlowMatch" in name or config.get("prediction_type") == "flow_prediction"
     models, fitting = ("rectified flow", "flow_grpo") if is_flow else ("models of noise", "ddpo")
     if is_flow != (SAMPLERS[objective] == _FLOW):
-        raise ConfigError(f"objective={objective!r}: {name} is for {models}; use objective: {fitting}")
+        way = "train a model of rectified flow" if objective == "distillation" else f"use objective: {fitting}"
+        raise ConfigError(f"objective={objective!r}: {name} is for {models}; {way}")
     try:
         sampler = scheduler_named(SAMPLERS[objective], name, config)
     except InputError:
