@@ -29,7 +29,7 @@ from quality import setup_of
 STEPS = (4, 6, 8, 10, 12, 20, 50)
 # Each model's usual sampler, and the others that are reviewed.
 SAMPLERS = {
-    "emoji-flux": ("euler", "dpm", "unipc", "heun"),
+    "emoji-flux": ("euler", "dpm", "unipc"),
     "emoji-dit-s": ("ddim", "dpm", "unipc", "ddpm", "euler"),
     "emoji-sd3": ("euler", "dpm", "unipc", "heun"),
     "fashion-dit": ("ddim", "dpm", "unipc"),

@@ -26,6 +26,8 @@ import numpy as np
 
 from figures import MEASURED, Tables, read
 from harness import command_line, paired_ratios
+from steps import SAMPLERS as OF_STEPS
+from steps import STEPS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TODAY = {
@@ -145,27 +147,51 @@ def gains() -> Iterator[Row]:
     return by_steps(lambda row: f"{row['gain']:.1f} ± {row['standard error']:.1f}")
 
 
+def few_images(strategy: str, devices: int = 4, **wanted: Any) -> list[float]:
+    """Images of `steps.py` with one synchronous step, in the order of their rounds; nothing if not measured yet."""
+    wanted |= {"strategy": strategy, "devices": devices, "warmup": "fixed(1)"}
+    return [psnr for row in lines("steps") if wanted.items() <= row.items() for psnr in row["psnr"]]
+
+
 def steps() -> Iterator[Row]:
     """Images of `steps.py` by the number of steps: keys as they are → moved on (gain; worst image)."""
-    models = {"emoji-sd3": "euler", "emoji-flux": "euler", "emoji-dit-s": "ddim"}
-    rows = lines("steps")
-    common = {"devices": 4, "warmup": "fixed(1)"}
-    yield "steps", *models
+    yield "steps", *OF_STEPS
+    for (strategy, title), count in product((("displaced", "displaced"), ("pipefusion", "PipeFusion")), STEPS):
+        cells = []
+        for model, (sampler, *_) in OF_STEPS.items():
+            wanted = {"model": model, "sampler": sampler, "steps": count}
+            plain, moved = (few_images(strategy + more, **wanted) for more in ("", "+linear"))
+            # Of a model that comes later there may be nothing, or the first rounds.
+            gain = [b - a for a, b in zip(plain, moved, strict=False)]
+            means = f"{statistics.mean(plain):.1f} → {statistics.mean(moved):.1f}" if gain else ""
+            cells.append(f"{means} ({signed(gain).split(' (')[0]}; {min(moved):.1f})" if gain else "")
+        yield f"{title}, {count}", *cells
 
-    def images(**wanted: Any) -> list[float]:
-        return [psnr for row in rows if (wanted | common).items() <= row.items() for psnr in row["psnr"]]
 
-    for strategy, title in (("displaced", "displaced"), ("pipefusion", "PipeFusion")):
-        for count in sorted({row["steps"] for row in rows if row["strategy"] == f"{strategy}+linear"}):
+def more_devices() -> Iterator[Row]:
+    """Means of `steps.py` with keys that are moved on, by the number of steps: of 2, 4 and 8 devices."""
+    yield "steps", *OF_STEPS
+    for count in STEPS:
+        cells = []
+        for model, (sampler, *_) in OF_STEPS.items():
+            wanted = {"model": model, "sampler": sampler, "steps": count}
+            of_devices = [few_images("displaced+linear", devices, **wanted) for devices in (2, 4, 8)]
+            cells.append(", ".join(f"{statistics.mean(some):.1f}" for some in of_devices) if all(of_devices) else "")
+        yield str(count), *cells
+
+
+def few_steps() -> Iterator[Row]:
+    """Samplers of `steps.py` by the number of steps, on four devices with moved keys: less the model's own sampler."""
+    yield "model", "sampler", *(f"{count} steps" for count in STEPS)
+    for model, (own, *others) in OF_STEPS.items():
+        for sampler in others:
             cells = []
-            for model, sampler in models.items():
-                wanted = {"model": model, "sampler": sampler, "steps": count}
-                plain, moved = (images(**wanted, strategy=strategy + more) for more in ("", "+linear"))
-                # Of a model that comes later there may be nothing, or the first rounds.
-                gain = [b - a for a, b in zip(plain, moved, strict=False)]
-                means = f"{statistics.mean(plain):.1f} → {statistics.mean(moved):.1f}" if gain else ""
-                cells.append(f"{means} ({signed(gain).split(' (')[0]}; {min(moved):.1f})" if gain else "")
-            yield f"{title}, {count}", *cells
+            for count in STEPS:
+                wanted = [{"model": model, "sampler": name, "steps": count} for name in (sampler, own)]
+                pair = [few_images("displaced+linear", **each) for each in wanted]
+                apart = [a - b for a, b in zip(*pair, strict=False)]
+                cells.append(signed(apart).split(" (")[0] if apart else "")
+            yield f"`{model}`", SAMPLERS[sampler], *cells
 
 
 def by_devices(form: str, **wanted: Any) -> str:
@@ -216,15 +242,6 @@ def samplers() -> Iterator[Row]:
         for name, row in rows.items():
             images = of_images(row, rows[some.split()[0]])
             yield f"`{model}`, {steps}", SAMPLERS[name], *images, f"{row['evaluations']}"
-
-
-def few_steps() -> Iterator[Row]:
-    """Samplers at ten steps of a velocity, with keys as they are and moved on."""
-    yield "sampler", "PSNR, dB", "worst image", "SSIM", "less DDIM", 'predict="linear", dB', "gain by moving on"
-    rows = {name: quality_row("counts", "emoji-dit-s", name) for name in ("ddim", "dpm", "unipc")}
-    for name, row in rows.items():
-        moved = quality_row("counts", "emoji-dit-s", name, strategy="displaced+linear")
-        yield SAMPLERS[name], *of_images(row, rows["ddim"]), mean_error(moved["each"]), signed(apart(moved, row))
 
 
 def student() -> Iterator[Row]:
@@ -520,9 +537,9 @@ def files() -> Iterator[Row]:
 
 
 NAMES = (
-    "devices steps axes rounds counts costs gains objectives samplers few_steps student four_steps strategies codecs "
-    "tokens videos distribution load moving true_size links exact ahead overhead deadlines faults training_speed "
-    "training_curves reinforcement sameness degrees vae memory files"
+    "devices steps axes rounds counts costs gains objectives samplers few_steps more_devices student four_steps "
+    "strategies codecs tokens videos distribution load moving true_size links exact ahead overhead deadlines faults "
+    "training_speed training_curves reinforcement sameness degrees vae memory files"
 )
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {name.replace("_", "-"): globals()[name] for name in NAMES.split()}
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)((?:\|.*\n)*)")

@@ -72,7 +72,6 @@ _NAMES = {
     "ranks": "Followers Ranks",
 }
 _LAZY = {name: module for module, names in _NAMES.items() for name in names.split()}
-# Rooms whose names the manual writes out, such as ``ditmesh.train.reduce_gradients``.
 _ROOMS = ("train", "zoo")
 
 
@@ -81,9 +80,8 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         try:
-            if name in _ROOMS:
-                return import_module(f".{name}", __name__)
-            return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+            module = import_module(f".{_LAZY.get(name, name)}", __name__)
+            return module if name in _ROOMS else getattr(module, name)
         except ImportError:
             from .core.borrowed import check_borrowed
 

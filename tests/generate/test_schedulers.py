@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -58,6 +59,12 @@ def test_what_is_let_through_leads_to_the_picture(own: Any) -> None:
 def test_the_shift_of_a_flow_is_kept() -> None:
     ours = scheduler_named("UniPCMultistepScheduler", type(FLOW).__name__, FLOW.config)
     assert ours.config.flow_shift == 3.0
+    # FLUX's pipeline passes a shift of its own, which FlowMatchEuler leaves alone; a copy steps for itself.
+    dpm = scheduler_named("DPMSolverMultistepScheduler", type(FLOW).__name__, FLOW.config)
+    first, other = copy.deepcopy(dpm), copy.deepcopy(dpm)
+    first.set_timesteps(4, mu=1.15)
+    other.set_timesteps(4)
+    assert torch.equal(first.sigmas, other.sigmas)
     again = scheduler_named("FlowMatchEulerDiscreteScheduler", type(FLOW).__name__, FLOW.config)
     assert dict(again.config) == dict(FLOW.config)
 

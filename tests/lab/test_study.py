@@ -221,7 +221,7 @@ def test_a_sampler_keeps_what_the_model_was_trained_for(model, name):
     samplers.check_sampler(name, zoo.path(model))
     pipe = SimpleNamespace(scheduler=plain)
     samplers.set_sampler(pipe, name, plain)
-    assert type(pipe.scheduler).__name__ == (samplers.FLOW_SAMPLERS if is_flow else samplers.DDPM)[name][0]
+    assert type(pipe.scheduler).__name__ == (samplers.FLOW_SAMPLERS if is_flow else samplers.DDPM)[name]
     if is_flow:
         assert pipe.scheduler.config["flow_shift"] == 3.0
     else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 from ..errors import InputError
@@ -37,9 +39,17 @@ def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
     plain = {key: value for key, value in config.items() if key in known}
     flows = own in FLOW_SCHEDULERS or config.get("prediction_type") == "flow_prediction"
     if flows and name in FLOW_BY_SETTING:
-        shift = config.get("flow_shift", config.get("shift", 1.0))
-        more = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
-        return kind.from_config(plain, **more)
+        more = {"prediction_type": "flow_prediction", "flow_shift": config.get("flow_shift", config.get("shift", 1.0))}
+        sampler: Any = kind.from_config(plain, use_flow_sigmas=True, **more)
+
+        @wraps(kind.set_timesteps)
+        def unshifted(self: Any, *args: Any, mu: float | None = None, **kwargs: Any) -> None:
+            kind.set_timesteps(self, *args, **kwargs)
+
+        if not config.get("use_dynamic_shifting"):
+            # FLUX's pipeline passes a shift to every sampler: FlowMatchEuler leaves it alone, DPM-Solver refuses it.
+            sampler.set_timesteps = MethodType(unshifted, sampler)
+        return sampler
     fitting = FLOW_SCHEDULERS + FLOW_BY_SETTING if flows else NOISE + FLOW_BY_SETTING
     declared = getattr(getattr(diffusers, own, None), "_get_compatibles", list)()
     related = name in (FLOW_SCHEDULERS if own in FLOW_SCHEDULERS else [other.__name__ for other in declared])

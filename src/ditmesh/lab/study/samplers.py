@@ -7,22 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from ...generate.schedulers import scheduler_named
 
 OWN = "own"
 
-# Samplers of flow-matching and other models: diffusers' class, and its settings.
-FLOW_SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "euler": ("FlowMatchEulerDiscreteScheduler", {}),
-    "heun": ("FlowMatchHeunDiscreteScheduler", {}),
-    "dpm": ("DPMSolverMultistepScheduler", {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}),
-    "unipc": ("UniPCMultistepScheduler", {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}),
+# diffusers' classes of samplers, of flow-matching models and of others.
+FLOW_SAMPLERS = {
+    "euler": "FlowMatchEulerDiscreteScheduler",
+    "heun": "FlowMatchHeunDiscreteScheduler",
+    "dpm": "DPMSolverMultistepScheduler",
+    "unipc": "UniPCMultistepScheduler",
 }
-DDPM: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddim": ("DDIMScheduler", {}),
-    "ddpm": ("DDPMScheduler", {}),
-    "dpm": ("DPMSolverMultistepScheduler", {}),
-    "unipc": ("UniPCMultistepScheduler", {}),
-    "euler": ("EulerDiscreteScheduler", {}),
+DDPM = {
+    "ddim": "DDIMScheduler",
+    "ddpm": "DDPMScheduler",
+    "dpm": "DPMSolverMultistepScheduler",
+    "unipc": "UniPCMultistepScheduler",
+    "euler": "EulerDiscreteScheduler",
 }
 
 
@@ -45,23 +46,14 @@ def scheduler_class(name: str, model: Path) -> str:
         own = str(json.loads(text).get("_class_name", ""))
     except (OSError, ValueError):
         own = ""
-    return own if name == OWN else _table(own)[name][0]
+    return own if name == OWN else _table(own)[name]
 
 
 def set_sampler(pipe: Any, name: str, plain: Any) -> None:
     """Give the pipeline a sampler (see `check_sampler`) with the settings of ``plain``, the model's own scheduler."""
-    import diffusers
-
-    if name == OWN:
-        pipe.scheduler = plain
-        return
-    kind, settings = _table(type(plain).__name__)[name]
-    if settings.get("use_flow_sigmas"):
-        # A flow's schedule has a shift and no betas.
-        pipe.scheduler = getattr(diffusers, kind)(flow_shift=plain.config.get("shift", 1.0), **settings)
-    else:
-        pipe.scheduler = getattr(diffusers, kind).from_config(dict(plain.config), **settings)
+    own = type(plain).__name__
+    pipe.scheduler = plain if name == OWN else scheduler_named(_table(own)[name], own, plain.config)
 
 
-def _table(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
+def _table(kind: str) -> dict[str, str]:
     return FLOW_SAMPLERS if "FlowMatch" in kind else DDPM

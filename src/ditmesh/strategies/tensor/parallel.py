@@ -481,7 +481,5 @@ class TensorSlices(Strategy):
         except RuntimeError as error:
             if not str(error).startswith("The size of tensor"):
                 raise
-            raise ConfigError(
-                f"tensor={self.context.config.tensor} cannot run {name}: something beside its weights follows the "
-                f"heads, and is whole ({error}); use ulysses, or ring with exchange='gather'"
-            ) from error
+            what = f"tensor={self.context.config.tensor} cannot run {name}: more than its weights follows the heads"
+            raise ConfigError(f"{what} ({error}); use ulysses, or ring with exchange='gather'") from error
