@@ -470,7 +470,7 @@ def training_curves() -> Iterator[Row]:
     whole, same = (data[key]["largest relative difference"] for key in ("curves", "curves, reproducible"))
     for name in whole:
         if name != "1 rank":
-            yield name, small(whole[name]), small(same[name])
+            yield name, small(whole[name]), small(same[name]) if name in same else ""
 
 
 def reinforcement() -> Iterator[Row]:
