@@ -143,7 +143,14 @@ def _library() -> tuple[str | None, ctypes.CDLL | None]:
         for backend in ("gloo", "fake"):
             dist.Backend.backend_capability[backend].append(KIND)
         ctypes.CDLL(str(library)).is_there(1)
+        # A device's package says what autocast does; this one's casts nothing.
+        LIBRARIES.append(torch.library.Library("_", "IMPL", "AutocastPrivateUse1"))
+        LIBRARIES[0].fallback(torch.library.fallthrough_kernel)
     return None, ctypes.CDLL(str(library))
+
+
+# Kept: what one has registered goes with it.
+LIBRARIES: list[Any] = []
 
 
 class Module(ModuleType):
@@ -152,6 +159,8 @@ class Module(ModuleType):
     is_available = is_initialized = _is_in_bad_fork = staticmethod(lambda: False)
     manual_seed_all = staticmethod(lambda _: None)
     device_count = current_device = staticmethod(lambda: 0)
+    # What autocast asks for.
+    get_amp_supported_dtype = staticmethod(lambda: [torch.float16, torch.bfloat16])
 
 
 def on_device(tensor: Tensor) -> bool:

@@ -79,7 +79,7 @@ def test_a_job_of_one_rank(folder, tmp_path, name):
     for one in drawn.receipts:
         assert one.device == KIND
         assert one.environment is not None
-        assert one.environment["device"] == "fake GPU"
+        assert "fake GPU" in one.environment["device"]
 
 
 SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
