@@ -78,7 +78,7 @@ class Tables:
     """The tables of `quality.py`, by part, model and sampler."""
 
     def __init__(self) -> None:
-        self.all = [table for name in ("experiment", "few-steps") for table in read(name).get("tables", [])]
+        self.all = read("experiment").get("tables", [])
 
     def find(self, part: str, model: str = "", sampler: str = "", steps: int = 0) -> dict[str, Any] | None:
         """A table; None: it was not measured."""
