@@ -218,7 +218,7 @@ def _misplaced(name: str, where: str, model: type[BaseModel]) -> str:
         "distill": DistillConfig,
         "lora": LoraConfig,
     }
-    near = did_you_mean(name, [*model.model_fields, *(TrainConfig.flat_names() if model is TrainConfig else ())])
+    near = did_you_mean(name, {*model.model_fields, *(TrainConfig.flat_names() if model is TrainConfig else ())})
     for place in [*_places(), *((group, inner) for group, kind in nested.items() for inner in kind.model_fields)]:
         if name == _flat_name(*place) or (name == place[1] and not near):
             return f"{where!r} stands in a group of settings: write {place[0]}: {{{place[1]}: ...}}"
