@@ -158,9 +158,10 @@ class DrawnTrainer(Trainer):
         def visit(step: NormalStep) -> None:
             losses, columns[:, trained.index(step.number)] = self._losses_of(step, rollout, weight)
             if not losses.requires_grad:
+                way = "" if self.config.reinforce is None else "other reinforce.trained_steps, or "
                 raise ConfigError(
                     f"{type(self.pipe).__name__} records no gradient in step {step.number} of its loop; use "
-                    "other trained_steps, or objective: denoising"
+                    f"{way}objective: denoising"
                 )
             (losses.sum() * (sync.share / addends)).backward()
             open_step.close()

@@ -102,10 +102,11 @@ def stochastic_steps(
         mean, deviation, result = distribution(sampler, plain, given, 0.0 if is_last else level)
         plainly, sample = _sample_of(result), given["sample"]
         copies = len(sample) // images
+        section = "distill" if objective == "distillation" else "reinforce"
         if len(sample) != copies * images or any(not torch.equal(sample[:images], c) for c in sample.split(images)):
             raise ConfigError(
                 f"{type(pipe).__name__} has {len(sample)} samples in a step for {images} images, which objective: "
-                f"{objective} cannot tell apart; use reinforce.guidance: 1"
+                f"{objective} cannot tell apart; use {section}.guidance: 1"
             )
         after = follow(NormalStep(number, mean[:images], deviation, plainly[:images], sample[:images]))
         return stepped(result, torch.cat([after] * copies))
