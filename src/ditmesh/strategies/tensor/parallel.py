@@ -475,7 +475,7 @@ class TensorSlices(Strategy):
                 undo.callback(model.chain.add(partial(self._around_call, type(model.model).__name__)))
 
     def _around_call(self, name: str, proceed: Proceed, arguments: Arguments) -> Any:
-        """Name the cause of torch's own error about shapes, in a class whose tables nobody has looked at."""
+        """Name the cause of torch's own error about shapes, in a class without a reviewed layout."""
         try:
             return proceed(arguments)
         except RuntimeError as error:
