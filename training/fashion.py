@@ -6,20 +6,17 @@ pictures new ones are.
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from diffusers import (
     AutoencoderKL,  # pyright: ignore[reportPrivateImportUsage]
     DiTPipeline,  # pyright: ignore[reportPrivateImportUsage]
 )
-from PIL import Image
 
-from ditmesh.core.files import written_whole
 from training import autoencoder as ae
 from training import card_fashion, diffusion, evaluate_fashion, export, loop
 from training.fashion_data import NAMES, SIZE, fetch, read, widen
@@ -46,19 +43,14 @@ class FashionDiT:
     }
 
     def write_data(self, folder: Path) -> Path:
-        """The training data as one WebDataset tar; returns its folder."""
+        """The training data as a table of the library ``datasets``; returns its folder."""
         out = folder / "data"
-        if not (out / "train.tar").exists():
+        if not (out / "state.json").exists():
             pictures, labels = read(fetch(folder), "train")
-            out.mkdir(parents=True, exist_ok=True)
-            with written_whole(out / "train.tar") as part, tarfile.open(part, "w") as tar:
-                for number, (picture, label) in enumerate(zip(widen(pictures), labels, strict=True)):
-                    file = io.BytesIO()
-                    Image.fromarray(picture).save(file, "png", compress_level=1)
-                    for kind, content in (("png", file.getvalue()), ("cls", str(label).encode())):
-                        member = tarfile.TarInfo(f"{number:05d}.{kind}")
-                        member.size = len(content)
-                        tar.addfile(member, io.BytesIO(content))
+            features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+            table = datasets.Dataset.from_dict({"image": list(widen(pictures)), "label": labels}, features=features)
+            # The file that ends a table is written last.
+            table.save_to_disk(str(out))
         return out
 
     def make_pipeline(self, folder: Path) -> DiTPipeline:

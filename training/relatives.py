@@ -1,11 +1,14 @@
-"""Relatives of ``emoji-dit-s``, for studies: the same classes in other numbers of tokens, and another objective.
+"""Relatives of embedded models, for studies: other numbers of tokens, another objective, another width, other seeds.
 
-    python -m training.relatives NAME --data DIR
+    python -m training.relatives NAME [NAME ...] --data DIR
 
-Each begins with the weights of ``emoji-dit-s`` and is trained on by ``ditmesh train``; nothing else differs but what
-its name says. That is how `DiT-XL/2` at 512 pixels is to the one at 256 (Peebles and Xie 2022, arXiv:2212.09748):
-weights of the same shapes, four times the tokens. None of them is embedded in the package: `benchmarks/quality.py`
-reads them from ``DIR/NAME/out``. A run can be interrupted and started again with the same arguments.
+Those of ``emoji-dit-s`` begin with its weights and are trained on by ``ditmesh train``; nothing else differs but what
+their names say. That is how `DiT-XL/2` at 512 pixels is to the one at 256 (Peebles and Xie 2022, arXiv:2212.09748):
+weights of the same shapes, four times the tokens. Those of ``fashion-dit`` (``clothes-...``) generalise as it does and
+have its autoencoder; three trainings of each begin with weights of their own (seeds 0, 1, 2), and from each of them one
+more training goes on with the same tokens and one with four times as many. None of them is embedded in the package:
+`benchmarks/quality.py` and `benchmarks/distribution.py` read them from ``DIR/NAME/out``. A run can be interrupted and
+started again with the same arguments.
 
 The weights of ``dit-1024-tokens`` in `docs/lab/findings.md` were trained on one H200 by a loop of their own
 with the settings below: 2,499 steps in 83 seconds, until the time was up. It differs from ``ditmesh train`` in that
@@ -33,9 +36,11 @@ from torch import nn
 from ditmesh import zoo
 from ditmesh.lab.study.references import read_references, shrink, views
 from ditmesh.train.logs import read_log
-from training import evaluate_dit, export, export_dit
+from training import diffusion, evaluate_dit
 from training.data import CLASSES, Pictures, load
 from training.emoji import EmojiDiT, write_folder
+from training.fashion import FashionDiT
+from training.fashion_data import NAMES, SIZE
 from training.loop import console
 from training.zoo import train
 
@@ -57,6 +62,7 @@ class Relative(EmojiDiT):
 
     def __init__(self, side: int, objective: str = "v_prediction", **settings: Any) -> None:
         super().__init__(layers=6, rate=1e-3)
+        self.parent = PARENT
         self.side, self.objective = side, objective
         self.image_tokens = (side // 4) ** 2
         self.settings = self.settings | {"resolution": side, "lr_warmup_steps": 30} | settings
@@ -77,15 +83,8 @@ class Relative(EmojiDiT):
     def make_pipeline(self, folder: Path) -> DiTPipeline:
         """The parent with another number of tokens, or another meaning of what it returns."""
         parent: Any = DiTPipeline.from_pretrained(zoo.path(PARENT), torch_dtype=torch.float32)
-        config = dict(parent.transformer.config) | {"sample_size": self.side // 4}
-        transformer: Any = DiTTransformer2DModel.from_config(config)
-        # The table of positions follows from the size, and is no part of the weights.
-        transformer.load_state_dict(parent.transformer.state_dict())
-        for module in transformer.modules():
-            if isinstance(module, nn.Module) and hasattr(module, "dropout_prob"):
-                cast(Any, module).dropout_prob = 0.0  # the trainer drops labels, the same ones for all blocks
         scheduler = DDIMScheduler.from_config(parent.scheduler.config, prediction_type=self.objective)
-        return DiTPipeline(transformer, parent.vae, scheduler)  # pyright: ignore[reportArgumentType]
+        return DiTPipeline(resized(parent.transformer, self.side // 4), parent.vae, scheduler)  # pyright: ignore[reportArgumentType]
 
     def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:
         """Share of some drawings whose nearest training view is of their class, with DDIM; see `evaluate_dit`."""
@@ -103,7 +102,60 @@ class Relative(EmojiDiT):
         }
 
 
-RELATIVES = {
+class Clothes(FashionDiT):
+    """A relative of ``fashion-dit`` with a token for every latent pixel; a recipe of :mod:`training.zoo`.
+
+    Args:
+        seed: of the weights it begins with, and of the order of training pictures and their noise.
+        heads: of 32 channels.
+        side: pixels of a picture's side; the set's 28 are enlarged where it is not 32.
+        parent: the relative whose weights it begins with; empty: its own.
+        settings: of `ditmesh.train.TrainConfig`, where they differ from ``fashion-dit``'s.
+    """
+
+    def __init__(self, seed: int, *, heads: int = 2, side: int = SIZE, parent: str = "", **settings: Any) -> None:
+        self.seed, self.heads, self.side, self.parent = seed, heads, side, parent
+        self.image_tokens, self.objective = (side // 2) ** 2, "v_prediction"
+        self.settings = FashionDiT.settings | {"resolution": side, "seed": seed, "max_train_steps": 1200} | settings
+
+    def make_pipeline(self, folder: Path) -> DiTPipeline:
+        """Fresh weights, or the parent's, with ``fashion-dit``'s autoencoder."""
+        embedded: Any = DiTPipeline.from_pretrained(zoo.path("fashion-dit"), torch_dtype=torch.float32)
+        side = self.side // 2
+        if self.parent:
+            trained = run(self.parent, folder.parent)
+            parent: Any = DiTPipeline.from_pretrained(trained, torch_dtype=torch.float32)
+            transformer = resized(parent.transformer, side)
+        else:
+            torch.manual_seed(self.seed)
+            sizes = {"layers": 4, "heads": self.heads, "head_dim": 32}
+            transformer = diffusion.make_transformer(classes=len(NAMES), side=side, channels=4, **sizes)
+        return DiTPipeline(transformer, embedded.vae, diffusion.make_scheduler())  # pyright: ignore[reportArgumentType]
+
+    def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:
+        """Left to `benchmarks/distribution.py`."""
+        return {}
+
+
+def resized(parent: Any, side: int) -> DiTTransformer2DModel:
+    """A transformer with a parent's weights for latents of ``side`` pixels."""
+    transformer: Any = DiTTransformer2DModel.from_config(dict(parent.config) | {"sample_size": side})
+    # The table of positions follows from the size, and is no part of the weights.
+    transformer.load_state_dict(parent.state_dict())
+    for module in transformer.modules():
+        if isinstance(module, nn.Module) and hasattr(module, "dropout_prob"):
+            cast(Any, module).dropout_prob = 0.0  # the trainer drops labels, the same ones for all blocks
+    return transformer
+
+
+SEEDS = (0, 1, 2)
+# Steps of a training that goes on from another, at half of its rate.
+ON: dict[str, Any] = {"max_train_steps": 250, "lr_warmup_steps": 20, "learning_rate": 7.5e-4}
+RELATIVES: dict[str, Relative | Clothes] = {
+    **{f"clothes-{seed}": Clothes(seed) for seed in SEEDS},
+    **{f"clothes-wide-{seed}": Clothes(seed, heads=4) for seed in SEEDS},
+    **{f"clothes-256-tokens-{seed}": Clothes(seed, parent=f"clothes-{seed}", **ON) for seed in SEEDS},
+    **{f"clothes-1024-tokens-{seed}": Clothes(seed, side=64, parent=f"clothes-{seed}", **ON) for seed in SEEDS},
     "dit-64-tokens": Relative(32, max_train_steps=500, lr_decay_steps=200),
     # For a GPU: a step of 32 images took 33 ms on an H200, and would take a minute on one core.
     "dit-1024-tokens": Relative(128, max_train_steps=2500, lr_decay_steps=735, mixed_precision="bf16"),
@@ -117,12 +169,11 @@ def run(name: str, folder: Path) -> Path:
     if (out / "training.json").exists():
         return out
     trained = train(recipe, folder / name)
-    export.copy_pipeline(trained, out, ("transformer", "vae"))
-    export_dit.write_classes(recipe._pictures(folder / name), out)
+    recipe.export(trained, out, folder / name)
     rows = read_log(folder / name / "run" / "loss.csv")
     record = {
         "name": name,
-        "parent": PARENT,
+        "parent": recipe.parent,
         "settings": recipe.settings | {"objective": recipe.objective},
         "image_tokens": recipe.image_tokens,
         "steps": len(rows),
@@ -136,11 +187,12 @@ def run(name: str, folder: Path) -> Path:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m training.relatives", description=__doc__)
-    parser.add_argument("name", choices=sorted(RELATIVES))
+    parser.add_argument("names", nargs="+", choices=sorted(RELATIVES))
     parser.add_argument("--data", type=Path, required=True, help="downloads, checkpoints and the models")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    console.print(str(run(given.name, given.data)))
+    for name in given.names:
+        console.print(str(run(name, given.data)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from functools import cache
@@ -18,6 +19,8 @@ from ditmesh import zoo
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import read_receipt
 from ditmesh.lab.study import references
+from ditmesh.train.config import DataConfig
+from ditmesh.train.data.sources import read_samples
 from support.commands import run as run_command
 
 # What each is asked for, in images that its training knows.
@@ -86,6 +89,17 @@ def test_it_is_what_the_zoo_says(name: str):
         assert (config.sample_size // config.patch_size) ** 2 == told.image_tokens
     if told.classes:
         assert pipe.get_label_ids(zoo.captions(name)) == list(range(told.classes))
+
+
+def test_the_trainer_reads_the_data_of_the_recipe_of_clothes(tmp_path: Path):
+    from training.fashion import FashionDiT
+    from training.fashion_data import INSIDE
+
+    (folder := tmp_path / INSIDE).mkdir(parents=True)
+    for part, content in (("images-idx3", bytes(16 + 2 * 28 * 28)), ("labels-idx1", bytes([*bytes(8), 7, 3]))):
+        (folder / f"train-{part}-ubyte.gz").write_bytes(gzip.compress(content))
+    samples = read_samples(DataConfig(train_data_dir=str(FashionDiT().write_data(tmp_path))), "label").good
+    assert [(sample.words, sample.size) for sample in samples] == [(7, (32, 32)), (3, (32, 32))]
 
 
 # --- what they make
