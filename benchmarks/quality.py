@@ -13,9 +13,9 @@ one draws each once more from another seed, and the tables are made of what is t
 DPM-Solver++. ``strategies``: naive patches, PipeFusion and compressed messages at the same steps. ``samplers``: three
 more, and four of flow matching. ``detail``: errors by step, layer and token. ``objectives``: flow matching, and the
 noise in place of the velocity; ``degrees``: these, and DPM-Solver++, on other numbers of devices. ``videos``: a few
-synchronous steps of a video model, by where they are. ``tokens``: one recipe at 64 and 1,024 tokens. ``codecs``: every
-way to compress messages. Fewer steps are those of `steps.py`. Models that are not embedded (epsilon, 64 and 1,024
-tokens) are those of `training/relatives.py`, looked for in ``--models``; where one is not there, its table is left out.
+synchronous steps of a video model, by where they are. ``codecs``: every way to compress messages. Fewer steps are those
+of `steps.py`, other numbers of tokens those of `distribution.py`. The model that is not embedded (epsilon) is that of
+`training/relatives.py`, looked for in ``--models``; where it is not there, its tables are left out.
 `benchmarks/figures.py` draws the figures of the page from the JSON file, `benchmarks/tables.py` prints its tables.
 """
 
@@ -89,7 +89,7 @@ SPREAD = (LAST, "adaptive(0.001, 10)", "steps(0 5 10 15 20 25 30 35 40 45)")
 # Where a few synchronous steps are spent on a video.
 BEGINNINGS = ("fixed(1)", "fixed(2)", "fixed(3)", "fixed(4)", "steps(0 14 15)", "steps(0 6 12)")
 # Models of `training/relatives.py`.
-RELATIVES = ("dit-64-tokens", "dit-1024-tokens", "dit-epsilon")
+RELATIVES = ("dit-epsilon",)
 
 
 def compressed(*names: str) -> tuple[str, ...]:
@@ -131,10 +131,6 @@ TABLES = [
     Table("detail", "emoji-sd3", "euler", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
     Table("detail", "dit-epsilon", "ddim", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
     Table("videos", *VIDEO, (4,), BEGINNINGS, strategies=("displaced", "displaced+linear"), rounds=1),
-    Table("tokens", "dit-64-tokens", "ddim", LONG, NUMBERS, ("fixed(1)",)),
-    Table("tokens", "dit-1024-tokens", "ddim", LONG, NUMBERS, ("fixed(1)",)),
-    Table("tokens", "dit-1024-tokens", "ddim", LONG, (4,), ("fixed(1)",), strategies=("naive", "pipefusion")),
-    Table("tokens", "dit-1024-tokens", "ddim", LONG, (4,), (LAST,)),
 ]
 PARTS = tuple(dict.fromkeys(table.part for table in TABLES))
 

@@ -132,11 +132,6 @@ def by_steps(cell: Callable[[dict[str, Any]], str]) -> Iterator[Row]:
             yield f"{title}, {steps}", *("" if row is None else cell(row) for row in rows)
 
 
-def counts() -> Iterator[Row]:
-    """Images by the number of steps, with keys as they are and moved on."""
-    return by_steps(lambda row: f"{row['psnr none']:.1f} → {row['psnr linear']:.1f}")
-
-
 def costs() -> Iterator[Row]:
     """Images with the default, by the number of steps."""
     return by_steps(lambda row: f"{row['psnr linear']:.1f}")
@@ -149,8 +144,21 @@ def gains() -> Iterator[Row]:
 
 def few_images(strategy: str, devices: int = 4, **wanted: Any) -> list[float]:
     """Images of `steps.py` with one synchronous step, in the order of their rounds; nothing if not measured yet."""
-    wanted |= {"strategy": strategy, "devices": devices, "warmup": "fixed(1)"}
+    wanted = {"strategy": strategy, "devices": devices, "warmup": "fixed(1)"} | wanted
     return [psnr for row in lines("steps") if wanted.items() <= row.items() for psnr in row["psnr"]]
+
+
+def less_moved(**wanted: Any) -> list[str]:
+    """Differences of images from those with moved keys, `fixed(1)` and the own sampler, by the steps."""
+    cells = []
+    for count in STEPS:
+        own: dict[str, Any] = {"model": wanted["model"], "sampler": OF_STEPS[wanted["model"]][0], "steps": count}
+        own["strategy"] = "displaced+linear"
+        pair = few_images(**own | wanted), few_images(**own)
+        # Images with the bits of the exact ones are at no number of decibels.
+        apart = [a - b for a, b in zip(*pair, strict=False) if a is not None]
+        cells.append(signed(apart).split(" (")[0] if apart else "exact" * bool(pair[0]))
+    return cells
 
 
 def steps() -> Iterator[Row]:
@@ -183,15 +191,19 @@ def more_devices() -> Iterator[Row]:
 def few_steps() -> Iterator[Row]:
     """Samplers of `steps.py` by the number of steps, on four devices with moved keys: less the model's own sampler."""
     yield "model", "sampler", *(f"{count} steps" for count in STEPS)
-    for model, (own, *others) in OF_STEPS.items():
+    for model, (_, *others) in OF_STEPS.items():
         for sampler in others:
-            cells = []
-            for count in STEPS:
-                wanted = [{"model": model, "sampler": name, "steps": count} for name in (sampler, own)]
-                pair = [few_images("displaced+linear", **each) for each in wanted]
-                apart = [a - b for a, b in zip(*pair, strict=False)]
-                cells.append(signed(apart).split(" (")[0] if apart else "")
-            yield f"`{model}`", SAMPLERS[sampler], *cells
+            yield f"`{model}`", SAMPLERS[sampler], *less_moved(model=model, sampler=sampler)
+
+
+def other_ways() -> Iterator[Row]:
+    """Warm-ups, messages and naive patches of `steps.py`: less moved keys with one synchronous step."""
+    yield "model", "devices have", *(f"{count} steps" for count in STEPS)
+    for model in OF_STEPS:
+        for warmup in ("fixed(0)", "fixed(4)"):
+            yield f"`{model}`", f"`{warmup}`", *less_moved(model=model, warmup=warmup)
+        for strategy, title in (("displaced-int4+linear", "`int4`"), ("naive", "naive")):
+            yield f"`{model}`", title, *less_moved(model=model, strategy=strategy)
 
 
 def by_devices(form: str, **wanted: Any) -> str:
@@ -289,14 +301,29 @@ def codecs() -> Iterator[Row]:
         yield TODAY[name], *cells
 
 
+# Models of `training/relatives.py`, by the name of their three trainings, and what each is compared with.
+CLOTHES = {
+    "clothes-256-tokens": ("256 tokens, trained on", "clothes-256-tokens"),
+    "clothes-1024-tokens": ("1,024 tokens, trained on", "clothes-256-tokens"),
+    "clothes": ("256 tokens", "clothes"),
+    "clothes-wide": ("256 tokens, twice the width", "clothes"),
+}
+
+
 def tokens() -> Iterator[Row]:
-    """One recipe at three numbers of tokens."""
-    yield "tokens", "N = 2", "N = 4", "N = 8", "less 256 tokens, N = 4"
-    models = {64: "dit-64-tokens", 256: "emoji-dit-s", 1024: "dit-1024-tokens"}
-    some = {n: [quality_row("experiment tokens", m, "ddim", devices=d) for d in (2, 4, 8)] for n, m in models.items()}
-    for count, rows in some.items():
-        less = "" if count == 256 else signed(apart(rows[1], some[256][1]))
-        yield f"{count:,}", *(mean_error(row["each"]) for row in rows), less
+    """Means of three trainings with their standard error, by the number of tokens and the width of the model."""
+    yield "models", "of the asked class, %", *(f"N = {n}, dB" for n in (2, 4, 8)), "difference, N = 4", "naive, N = 4"
+    rows = {(row["model"], row["row"]): row for row in lines("distribution")}
+
+    def over_seeds(kind: str, name: str) -> list[float]:
+        return [statistics.mean(rows[f"{kind}-{seed}", name]["psnr"]) for seed in (0, 1, 2)]
+
+    for kind, (title, other) in CLOTHES.items():
+        share = mean_error([100 * rows[f"{kind}-{seed}", "synchronous"]["right"][0] for seed in (0, 1, 2)])
+        cells = [over_seeds(kind, f'`predict="linear"`, N = {n}') for n in (2, 4, 8)]
+        pairs = zip(cells[1], over_seeds(other, '`predict="linear"`, N = 4'), strict=True)
+        difference = "" if kind == other else signed([a - b for a, b in pairs]).split(" (")[0]
+        yield title, share, *map(mean_error, cells), difference, mean_error(over_seeds(kind, "naive, N = 4"))
 
 
 def videos() -> Iterator[Row]:
@@ -313,11 +340,12 @@ def videos() -> Iterator[Row]:
 def distribution() -> Iterator[Row]:
     """A set of new images, judged without a reference."""
     yield "300 images", "of the asked class, %", "same verdict, %", "PSNR, dB", "Fréchet distance", "sharpness"
-    for name, row in read("distribution")["rows"].items():
-        share = (f"{100 * value:.1f} ± {100 * error:.1f}" for value, error in (row["right"], row["same_verdict"]))
-        psnr = f"{row['psnr'][0]:.1f} ± {row['psnr'][1]:.1f}" if row["frechet"] > 1e-3 and "psnr" in row else ""
-        distance = f"{row['frechet']:.2f} ± {row['frechet_error']:.2f}" if row["frechet"] > 1e-3 else "0"
-        yield name.replace("fixed(1)", "`fixed(1)`"), *share, psnr, distance, f"{row['sharpness']:.3f}"
+    for row in lines("distribution"):
+        if row["model"] == "fashion-dit":
+            share = (f"{100 * value:.1f} ± {100 * error:.1f}" for value, error in (row["right"], row["same_verdict"]))
+            psnr = mean_error(row["psnr"]) if "psnr" in row else ""
+            distance = f"{row['frechet']:.2f} ± {row['frechet_error']:.2f}" if row["frechet"] > 1e-3 else "0"
+            yield row["row"], *share, psnr, distance, f"{row['sharpness']:.3f}"
 
 
 def load() -> Iterator[Row]:
@@ -537,7 +565,7 @@ def files() -> Iterator[Row]:
 
 
 NAMES = (
-    "devices steps axes rounds counts costs gains objectives samplers few_steps more_devices student four_steps "
+    "devices steps axes rounds costs gains objectives samplers few_steps other_ways more_devices student four_steps "
     "strategies codecs tokens videos distribution load moving true_size links exact ahead overhead deadlines faults "
     "training_speed training_curves reinforcement sameness degrees vae memory files"
 )

@@ -2,17 +2,12 @@
 
     python -m training.relatives NAME [NAME ...] --data DIR
 
-Those of ``emoji-dit-s`` begin with its weights and are trained on by ``ditmesh train``; nothing else differs but what
-their names say. That is how `DiT-XL/2` at 512 pixels is to the one at 256 (Peebles and Xie 2022, arXiv:2212.09748):
-weights of the same shapes, four times the tokens. Those of ``fashion-dit`` (``clothes-...``) generalise as it does and
-have its autoencoder; three trainings of each begin with weights of their own (seeds 0, 1, 2), and from each of them one
-more training goes on with the same tokens and one with four times as many. None of them is embedded in the package:
-`benchmarks/quality.py` and `benchmarks/distribution.py` read them from ``DIR/NAME/out``. A run can be interrupted and
-started again with the same arguments.
-
-The weights of ``dit-1024-tokens`` in `docs/lab/findings.md` were trained on one H200 by a loop of their own
-with the settings below: 2,499 steps in 83 seconds, until the time was up. It differs from ``ditmesh train`` in that
-random numbers came from the GPU, and that blocks added up in float32 under autocast.
+``dit-epsilon`` begins with the weights of ``emoji-dit-s``, and predicts the noise. Relatives of ``fashion-dit``
+(``clothes-...``) generalise as it does and have its autoencoder. Three trainings of each begin with weights of their
+own (seeds 0, 1, 2); from each of them one more training goes on with the same tokens, and one with four times as many,
+as `DiT-XL/2` at 512 pixels is to the one at 256 (Peebles and Xie 2022, arXiv:2212.09748). None of them is embedded in
+the package: `benchmarks/quality.py` and `benchmarks/distribution.py` read them from ``DIR/NAME/out``. A run can be
+interrupted and started again with the same arguments.
 """
 
 from __future__ import annotations
@@ -23,83 +18,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from diffusers import (
     DDIMScheduler,  # pyright: ignore[reportPrivateImportUsage]
-    DiffusionPipeline,  # pyright: ignore[reportPrivateImportUsage]
     DiTPipeline,  # pyright: ignore[reportPrivateImportUsage]
     DiTTransformer2DModel,  # pyright: ignore[reportPrivateImportUsage]
 )
 from torch import nn
 
 from ditmesh import zoo
-from ditmesh.lab.study.references import read_references, shrink, views
 from ditmesh.train.logs import read_log
-from training import diffusion, evaluate_dit
-from training.data import CLASSES, Pictures, load
-from training.emoji import EmojiDiT, write_folder
+from training import diffusion
+from training.emoji import EmojiDiT
 from training.fashion import FashionDiT
 from training.fashion_data import NAMES, SIZE
 from training.loop import console
 from training.zoo import train
 
-PARENT = "emoji-dit-s"
-# Of the side of a picture, which is mostly in one corner of its ground.
-VIEWED = 7 / 8
-# Steps of the drawings that are looked at, of every eighth class.
-EVALUATED, EVERY = 20, 8
 
+class NoiseDiT(EmojiDiT):
+    """``emoji-dit-s``, trained on with the noise as its prediction; a recipe of :mod:`training.zoo`."""
 
-class Relative(EmojiDiT):
-    """``emoji-dit-s``, trained on at another size or for another objective; a recipe of :mod:`training.zoo`.
+    parent, objective = "emoji-dit-s", "epsilon"
 
-    Args:
-        side: pixels of a picture's side; a token is four by four of them.
-        objective: what the transformer predicts, as a scheduler's ``prediction_type`` calls it.
-        settings: of `ditmesh.train.TrainConfig`, where they differ from the parent's.
-    """
-
-    def __init__(self, side: int, objective: str = "v_prediction", **settings: Any) -> None:
+    def __init__(self) -> None:
         super().__init__(layers=6, rate=1e-3)
-        self.parent = PARENT
-        self.side, self.objective = side, objective
-        self.image_tokens = (side // 4) ** 2
-        self.settings = self.settings | {"resolution": side, "lr_warmup_steps": 30} | settings
-
-    def _pictures(self, folder: Path) -> Pictures:
-        return load(folder, round(self.side * VIEWED), CLASSES)
-
-    def write_data(self, folder: Path) -> Path:
-        """All views of all classes at this size; returns their folder."""
-        rows = (
-            (f"{label:02d}-{number}.png", view, {"label": label})
-            for label, seen in enumerate(views(self._pictures(folder).chosen, self.side))
-            for number, view in enumerate(seen)
-        )
-        write_folder(folder / "data", rows)
-        return folder / "data"
+        steps = {"max_train_steps": 500, "lr_warmup_steps": 30, "lr_decay_steps": 150, "train_batch_size": 16}
+        self.settings = self.settings | steps
 
     def make_pipeline(self, folder: Path) -> DiTPipeline:
-        """The parent with another number of tokens, or another meaning of what it returns."""
-        parent: Any = DiTPipeline.from_pretrained(zoo.path(PARENT), torch_dtype=torch.float32)
+        """The parent with another meaning of what it returns."""
+        parent: Any = DiTPipeline.from_pretrained(zoo.path(self.parent), torch_dtype=torch.float32)
         scheduler = DDIMScheduler.from_config(parent.scheduler.config, prediction_type=self.objective)
-        return DiTPipeline(resized(parent.transformer, self.side // 4), parent.vae, scheduler)  # pyright: ignore[reportArgumentType]
-
-    def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:
-        """Share of some drawings whose nearest training view is of their class, with DDIM; see `evaluate_dit`."""
-        pipe = DiffusionPipeline.from_pretrained(out)
-        pipe.set_progress_bar_config(disable=True)
-        classes = list(range(0, len(self._pictures(folder).entries), EVERY))
-        drawn = evaluate_dit.draw(pipe, classes, steps=EVALUATED)
-        references = read_references(out, len(self._pictures(folder).entries), drawn.shape[1])
-        found, near = evaluate_dit.judge(shrink(drawn, references.shape[2]), references)
-        return {
-            "steps": EVALUATED,
-            "drawn": len(classes),
-            "nearest_picture_accuracy": float((found == np.array(classes)).mean()),
-            "psnr_to_nearest": round(float(near.mean()), 2),
-        }
+        transformer = resized(parent.transformer, parent.transformer.config.sample_size)
+        return DiTPipeline(transformer, parent.vae, scheduler)  # pyright: ignore[reportArgumentType]
 
 
 class Clothes(FashionDiT):
@@ -151,15 +103,12 @@ def resized(parent: Any, side: int) -> DiTTransformer2DModel:
 SEEDS = (0, 1, 2)
 # Steps of a training that goes on from another, at half of its rate.
 ON: dict[str, Any] = {"max_train_steps": 250, "lr_warmup_steps": 20, "learning_rate": 7.5e-4}
-RELATIVES: dict[str, Relative | Clothes] = {
+RELATIVES: dict[str, NoiseDiT | Clothes] = {
     **{f"clothes-{seed}": Clothes(seed) for seed in SEEDS},
     **{f"clothes-wide-{seed}": Clothes(seed, heads=4) for seed in SEEDS},
     **{f"clothes-256-tokens-{seed}": Clothes(seed, parent=f"clothes-{seed}", **ON) for seed in SEEDS},
     **{f"clothes-1024-tokens-{seed}": Clothes(seed, side=64, parent=f"clothes-{seed}", **ON) for seed in SEEDS},
-    "dit-64-tokens": Relative(32, max_train_steps=500, lr_decay_steps=200),
-    # For a GPU: a step of 32 images took 33 ms on an H200, and would take a minute on one core.
-    "dit-1024-tokens": Relative(128, max_train_steps=2500, lr_decay_steps=735, mixed_precision="bf16"),
-    "dit-epsilon": Relative(64, "epsilon", max_train_steps=500, lr_decay_steps=150, train_batch_size=16),
+    "dit-epsilon": NoiseDiT(),
 }
 
 
