@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 
 from harness import command_line
+from steps import SAMPLERS, STEPS
 
 HERE = Path(__file__).resolve().parent
 MEASURED, IMAGES = HERE / "measured", HERE.parent / "docs" / "images"
@@ -57,7 +59,7 @@ def plt() -> Any:
 
 def save(figure: Any, name: str, said: str, data: str = "experiment") -> Path:
     """Write a figure with lines below it that say what it is of, and the data file."""
-    said += f"\ndata: benchmarks/measured/{data}.json"
+    said += f"\ndata: benchmarks/measured/{next(MEASURED.glob(f'{data}.json*')).name}"
     figure.tight_layout(rect=(0, (0.1 + 0.15 * (1 + said.count("\n"))) / figure.get_figheight(), 1, 1))
     figure.text(0.01, 0.04 / figure.get_figheight(), said, fontsize=8, color="#444444", va="bottom")
     file = IMAGES / f"findings-{name}.svg"
@@ -72,6 +74,19 @@ def read(name: str) -> dict[str, Any]:
     """Measurements; empty: there are none."""
     file = MEASURED / f"{name}.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+@cache
+def lines(name: str) -> list[dict[str, Any]]:
+    """The rows of a file that grows row by row; its first line says where they come from."""
+    text = (MEASURED / f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()[1:]]
+
+
+def few_images(strategy: str, devices: int = 4, **wanted: Any) -> list[float]:
+    """Images of `steps.py` with one synchronous step, in the order of their rounds; nothing if not measured yet."""
+    wanted = {"strategy": strategy, "devices": devices, "warmup": "fixed(1)"} | wanted
+    return [psnr for row in lines("steps") if wanted.items() <= row.items() for psnr in row["psnr"]]
 
 
 class Tables:
@@ -149,25 +164,22 @@ def draw_warmup(tables: Tables) -> Path:
 
 
 def draw_counts(_: Tables) -> Path:
-    """PSNR over the number of steps, with keys as they are (dashed) and moved on."""
-    models = read("predict").get("models", {})
+    """PSNR over the number of steps, with keys as they are (dotted) and moved on."""
     figure, axes = plt().subplots(1, 2, figsize=(7.4, 3.6), sharey=True)
-    for axis, strategy in zip(axes, ("displaced", "pipefusion"), strict=True):
-        for number, (name, of) in enumerate(models.items()):
-            steps = [*map(int, of[strategy])]
-            for key, style in (("psnr linear", "-"), ("psnr none", ":")):
-                values = [row[key] for row in of[strategy].values()]
-                label = name if style == "-" else None
-                axis.plot(steps, values, style, color=COLOURS[number], marker=MARKS[number], label=label)
+    for axis, (strategy, title) in zip(axes, (("displaced", "displaced"), ("pipefusion", "PipeFusion")), strict=True):
+        for number, (model, samplers) in enumerate(SAMPLERS.items()):
+            for way, style, label in ((f"{strategy}+linear", "-", model), (strategy, ":", None)):
+                some = {steps: few_images(way, model=model, sampler=samplers[0], steps=steps) for steps in STEPS}
+                means = {steps: np.mean(images) for steps, images in some.items() if images}
+                axis.plot([*means], [*means.values()], style, color=COLOURS[number], marker=MARKS[number], label=label)
         axis.set_xscale("log")
-        axis.set_xticks([8, 12, 20, 50], ["8", "12", "20", "50"])
+        axis.set_xticks(STEPS, [str(steps) for steps in STEPS])
         axis.minorticks_off()
         axis.set_xlabel("denoising steps")
-        axis.set_title("PipeFusion, 4 patches" if strategy == "pipefusion" else "displaced, N = 4", fontsize=9)
+        axis.set_title(f"{title}, N = 4", fontsize=9)
     axes[0].set_ylabel("PSNR, dB")
     axes[0].legend(fontsize=8)
-    said = 'one synchronous step; 8 images (emoji-wan: 4 videos); lines: predict="linear", dots: "none"'
-    return save(figure, "counts", said, "predict")
+    return save(figure, "counts", 'one synchronous step; 8 images; lines: predict="linear", dots: "none"', "steps")
 
 
 def draw_training(_: Tables) -> Path:

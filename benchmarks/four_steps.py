@@ -1,10 +1,12 @@
 """A LoRA for four steps: its images beside those of the model in twelve, and what stale keys cost in the four.
 
     ditmesh train examples/four_steps.yaml       # half an hour of one core; the LoRA that ships is of this run
+    pip install --no-deps stlpips-pytorch==0.0.2
     nice python benchmarks/four_steps.py         # a minute; --lora four/lora: of another run
 
 Captions are every eighth one of the model, which the LoRA has not been trained with. ``teacher``: the model's image in
-twelve steps beside that of fewer steps, with the LoRA and without it. ``stale``: the LoRA's exact image in its four
+twelve steps beside that of fewer steps, with the LoRA and without it, by PSNR and by ST-LPIPS (Ghildyal and Liu 2022,
+arXiv:2207.13686), a learned distance whose weights are in that package. ``stale``: the LoRA's exact image in its four
 steps beside that of stale keys, on simulated ranks. Rows that are in ``--file`` are not measured again. ``--sheet``
 draws images: the model's in twelve steps, in four with the LoRA, and in four without it.
 """
@@ -14,9 +16,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -46,10 +49,21 @@ def drawn(exact: Exact, setup: Any, cell: Any, steps: int, adapted: bool) -> Any
     return images
 
 
+@cache
+def perceptual() -> Any:
+    """The learned distance of pairs of images, (n, 3, h, w) from -1 to 1, with the weights of its Python package."""
+    # Modules that the package imports, and this network does not use.
+    with patch.dict(sys.modules, torchvision=MagicMock(), torchsummary=MagicMock()):
+        from stlpips_pytorch import stlpips  # pyright: ignore[reportMissingImports]
+    return stlpips.LPIPS(net="alex", variant="shift_tolerant", verbose=False).eval()
+
+
 def teacher(exact: Exact, setup: Any, cell: Any, steps: int, adapted: bool) -> dict[str, Any]:
     """Images in fewer steps beside those of the model in `TEACHER`."""
-    wanted = drawn(exact, setup, cell, TEACHER, False)
-    return exact.compared(setup, cell, drawn(exact, setup, cell, steps, adapted), wanted)
+    images, wanted = (drawn(exact, setup, cell, *way) for way in ((steps, adapted), (TEACHER, False)))
+    with torch.no_grad():
+        apart = perceptual()(*(torch.from_numpy(2 * some - 1).float().permute(0, 3, 1, 2) for some in (images, wanted)))
+    return exact.compared(setup, cell, images, wanted) | {"perceptual": apart.flatten().tolist()}
 
 
 def rows(exact: Exact, setup: Any, cell: Any) -> Iterator[tuple[dict[str, Any], Any]]:

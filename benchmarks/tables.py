@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 
-from figures import MEASURED, Tables, read
+from figures import MEASURED, Tables, few_images, lines, read
 from harness import command_line, paired_ratios
 from steps import SAMPLERS as OF_STEPS
 from steps import STEPS
@@ -95,12 +95,6 @@ def of_images(row: dict[str, Any], base: dict[str, Any] | None = None) -> list[s
     return [mean_error(row["each"]), f"{min(row['each']):.1f}", f"{row['ssim']['value']:.4f}", less]
 
 
-def lines(name: str) -> list[dict[str, Any]]:
-    """The rows of a file that grows row by row; its first line says where they come from."""
-    text = (MEASURED / f"{name}.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()[1:]]
-
-
 def small(value: float) -> str:
     """A relative difference."""
     return f"{value:.1e}".replace("e-0", "e-") if value else "0"
@@ -140,12 +134,6 @@ def costs() -> Iterator[Row]:
 def gains() -> Iterator[Row]:
     """What moving keys on gains, by the number of steps."""
     return by_steps(lambda row: f"{row['gain']:.1f} ± {row['standard error']:.1f}")
-
-
-def few_images(strategy: str, devices: int = 4, **wanted: Any) -> list[float]:
-    """Images of `steps.py` with one synchronous step, in the order of their rounds; nothing if not measured yet."""
-    wanted = {"strategy": strategy, "devices": devices, "warmup": "fixed(1)"} | wanted
-    return [psnr for row in lines("steps") if wanted.items() <= row.items() for psnr in row["psnr"]]
 
 
 def less_moved(**wanted: Any) -> list[str]:
@@ -258,11 +246,13 @@ def samplers() -> Iterator[Row]:
 
 def student() -> Iterator[Row]:
     """Images of `four_steps.py` in few steps, with its LoRA and without it, beside those in twelve."""
-    rows = {(row["lora"], row["steps"]): row["psnr"] for row in lines("four-steps") if row["part"] == "teacher"}
-    yield "", *(f"{steps} step{'s' * (steps > 1)}, dB" for steps in (1, 2, 4, 6, 8))
-    for adapted, title in ((False, "`emoji-flux`"), (True, "with the LoRA for four steps")):
-        some = [rows.get((adapted, steps)) for steps in (1, 2, 4, 6, 8)]
-        yield title, *(f"{mean_error(psnr)} ({min(psnr):.1f})" if psnr else "" for psnr in some)
+    rows = {(row["lora"], row["steps"]): row for row in lines("four-steps") if row["part"] == "teacher"}
+    yield "", *(f"{steps} step{'s' * (steps > 1)}" for steps in (1, 2, 4, 6, 8))
+    for measure, title, worst, digits in (("psnr", "PSNR, dB", min, 1), ("perceptual", "ST-LPIPS", max, 4)):
+        for adapted, model in ((False, "`emoji-flux`"), (True, "with the LoRA for four steps")):
+            some = [rows.get((adapted, steps), {}).get(measure) for steps in (1, 2, 4, 6, 8)]
+            cells = (f"{mean_error(each, digits)} ({worst(each):.{digits}f})" if each else "" for each in some)
+            yield f"{title}: {model}", *cells
 
 
 def four_steps() -> Iterator[Row]:
