@@ -40,8 +40,7 @@ ROWS: dict[str, dict[str, Any] | None] = {
     **{f'`predict="linear"`, N = {n}': {"ring": n, "predict": "linear", **STALE} for n in (2, 4, 8)},
     "naive, N = 4": {"ring": 4, **STALE, "exchange": "naive"},
 }
-# Sets drawn with replacement.
-RESAMPLES = 50
+RESAMPLES = 50  # sets drawn with replacement
 
 
 def draw(pipe: Any, config: dict[str, Any] | None, labels: list[int], first: int) -> np.ndarray:
