@@ -108,16 +108,16 @@ class Exact:
         return measures | {"evaluations": len(predictions), "seconds": round(time.process_time() - began, 2)}
 
     def compared(self, setup: Any, cell: Any, images: Any, exact: Any) -> dict[str, Any]:
-        """Distances of images from exact ones, and how many of both are nearest to what was asked for."""
+        """Distances of images from exact ones; how many are nearest to what was asked for, if the model tells."""
         from ditmesh.lab.study.running import distances, nearest_matches_prompt
 
         pairs = zip(images, exact, strict=True)
         apart = [distances(list(zip(*pair, strict=True)) if images.ndim == 5 else [pair]) for pair in pairs]
         names = ("psnr", "ssim")
         measures: dict[str, Any] = {name: [row[name] and round(row[name], 4) for row in apart] for name in names}
-        for name, drawn in (("right", images), ("exact right", exact)):
-            measures[name] = sum(nearest_matches_prompt(Path(setup.model), cell, drawn) or ())
-        return measures
+        sets = {"right": images, "exact right": exact}
+        right = {name: nearest_matches_prompt(Path(setup.model), cell, some) for name, some in sets.items()}
+        return measures | {name: sum(each) for name, each in right.items() if each}
 
 
 def main() -> None:
