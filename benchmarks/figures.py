@@ -179,7 +179,7 @@ def draw_counts(_: Tables) -> Path:
         axis.set_title(f"{title}, N = 4", fontsize=9)
     axes[0].set_ylabel("PSNR, dB")
     axes[0].legend(fontsize=8)
-    return save(figure, "counts", 'one synchronous step; 8 images; lines: predict="linear", dots: "none"', "steps")
+    return save(figure, "counts", "one synchronous step; 8 to 32 images; lines: moved keys; dots: unmoved", "steps")
 
 
 def draw_training(_: Tables) -> Path:

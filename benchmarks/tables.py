@@ -165,13 +165,13 @@ def steps() -> Iterator[Row]:
 
 
 def more_devices() -> Iterator[Row]:
-    """Means of `steps.py` with keys that are moved on, by the number of steps: of 2, 4 and 8 devices."""
+    """Means of the first eight images of `steps.py` with moved keys, by the steps: of 2, 4 and 8 devices."""
     yield "steps", *OF_STEPS
     for count in STEPS:
         cells = []
         for model, (sampler, *_) in OF_STEPS.items():
             wanted = {"model": model, "sampler": sampler, "steps": count}
-            of_devices = [few_images("displaced+linear", devices, **wanted) for devices in (2, 4, 8)]
+            of_devices = [few_images("displaced+linear", devices, round=0, **wanted) for devices in (2, 4, 8)]
             cells.append(", ".join(f"{statistics.mean(some):.1f}" for some in of_devices) if all(of_devices) else "")
         yield str(count), *cells
 
