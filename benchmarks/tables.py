@@ -156,9 +156,9 @@ def steps() -> Iterator[Row]:
         cells = []
         for model, (sampler, *_) in OF_STEPS.items():
             wanted = {"model": model, "sampler": sampler, "steps": count}
-            plain, moved = (few_images(strategy + more, **wanted) for more in ("", "+linear"))
-            # Of a model that comes later there may be nothing, or the first rounds.
-            gain = [b - a for a, b in zip(plain, moved, strict=False)]
+            # Of rounds that are not whole, the images that both have.
+            pairs = [*zip(*(few_images(strategy + more, **wanted) for more in ("", "+linear")), strict=False)]
+            plain, moved, gain = ([pair[0] for pair in pairs], [pair[1] for pair in pairs], [b - a for a, b in pairs])
             means = f"{statistics.mean(plain):.1f} → {statistics.mean(moved):.1f}" if gain else ""
             cells.append(f"{means} ({signed(gain).split(' (')[0]}; {min(moved):.1f})" if gain else "")
         yield f"{title}, {count}", *cells
