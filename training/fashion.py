@@ -45,7 +45,7 @@ class FashionDiT:
     def write_data(self, folder: Path) -> Path:
         """The training data as a table of the library ``datasets``; returns its folder."""
         out = folder / "data"
-        if not (out / "state.json").exists():
+        if not (out / "dataset_info.json").exists():
             pictures, labels = read(fetch(folder), "train")
             features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
             table = datasets.Dataset.from_dict({"image": list(widen(pictures)), "label": labels}, features=features)
