@@ -101,6 +101,7 @@ class Judge:
 
     def measure(self, name: str) -> dict[str, Any]:
         """Figures of a row; image by image beside the synchronous ones, but for other seeds."""
+        from training.autoencoder import psnr
         from training.evaluate_fashion import frechet
 
         paired, config = name != OTHERS, ROWS[name]
@@ -118,8 +119,7 @@ class Judge:
             "sharpness": laplacian(grey) / laplacian(self.grey),
         }
         if config is not None:
-            squares = ((images.astype(np.float64) - self.exact) ** 2).mean((1, 2, 3)) / 255**2
-            measures["psnr"] = np.round(-10 * np.log10(np.maximum(squares, 1e-12)), 2).tolist()
+            measures["psnr"] = np.minimum(psnr(images, self.exact), 120).round(2).tolist()
         return measures
 
 
