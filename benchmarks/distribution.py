@@ -3,13 +3,13 @@
     python benchmarks/distribution.py --each 30                            # fashion-dit: minutes of one core
     python benchmarks/distribution.py --each 5 --models runs/relatives     # models of training/relatives.py
 
-Of models that draw new clothes, and the classifier that lies beside `fashion-dit`. Ranks are simulated, to the bit.
-Every row has images of the same classes and seeds as the synchronous row; another row has other seeds, which shows how
-far apart two equally good sets of so many images are. The Fréchet distance is that of the classifier's 32 features
-(its formula is that of Heusel et al. 2017, arXiv:1706.08500, its network is not), to the synchronous set. Its error is
-the deviation over sets drawn from this one with replacement; both are drawn alike, image by image. Sharpness is the
-mean magnitude of the Laplacian over that of the synchronous set; under 1 is blur. Images of more than 32 pixels are
-judged as their means of 32. A row is added to ``--file`` as soon as it is measured.
+Of models that draw new clothes or faces, and the classifier that lies beside the model, or beside `fashion-dit`. Ranks
+are simulated, to the bit. Every row has images of the same classes and seeds as the synchronous row; another row has
+other seeds, which shows how far apart two equally good sets of so many images are. The Fréchet distance is that of the
+classifier's 32 features (its formula is that of Heusel et al. 2017, arXiv:1706.08500, its network is not), to the
+synchronous set. Its error is the deviation over sets drawn from this one with replacement; both are drawn alike, image
+by image. Sharpness is the mean magnitude of the Laplacian over that of the synchronous set; under 1 is blur. Images of
+more than 32 pixels are judged as their means of 32. A row is added to ``--file`` as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Judge:
 
         self.pipe = DiffusionPipeline.from_pretrained(folder)
         self.pipe.set_progress_bar_config(disable=True)
-        self.classifier, self.labels = read_classifier(zoo.path(MODEL)), labels
+        own = (folder / "classifier.safetensors").exists()
+        self.classifier, self.labels = read_classifier(folder if own else zoo.path(MODEL)), labels
         self.exact = draw(self.pipe, None, labels, 0)
         self.grey, self.features, self.classes = self.seen(self.exact)
 
@@ -136,7 +137,7 @@ def cells(folders: dict[str, Path], each: int) -> Iterator[tuple[dict[str, Any],
     labels = np.repeat(np.arange(CLASSES), each).tolist()
     for name, folder in folders.items():
         judge = cache(partial(Judge, folder, labels))
-        for row in ROWS if name == MODEL else FEWER:
+        for row in FEWER if name.startswith("clothes") else ROWS:
             found = {"model": name, "weights": weights_digest(folder), "images": len(labels), "row": row}
             yield found, lambda row=row, judge=judge: judge().measure(row)
 
@@ -149,13 +150,14 @@ def main() -> None:
 
     parser = command_line(__doc__, figures=False)
     parser.add_argument("--each", type=int, default=30, help="images of every class; default: 30")
-    parser.add_argument("--models", type=Path, help="what training/relatives.py made: its clothes-* are measured")
+    parser.add_argument("--models", type=Path, help="what training/relatives.py made: clothes and faces are measured")
     parser.add_argument("--file", type=Path, default=Path(__file__).parent / "measured" / "distribution.jsonl")
     options = parser.parse_args()
     torch.set_num_threads(1)
     diffusers.utils.logging.disable_progress_bar()
-    trained = sorted(options.models.glob("clothes-*/out/training.json")) if options.models else []
-    folders = {file.parts[-3]: file.parent for file in trained} if options.models else {MODEL: zoo.path(MODEL)}
+    trained = sorted(options.models.glob("*/out/training.json")) if options.models else []
+    folders = {file.parts[-3]: file.parent for file in trained if file.parts[-3].startswith(("clothes", "faces"))}
+    folders = folders if options.models else {MODEL: zoo.path(MODEL)}
     add_missing(options.file, cells(folders, options.each))
 
 

@@ -62,6 +62,7 @@ def add_missing(file: Path, rows: Iterable[tuple[dict[str, Any], Callable[[], di
     for row, measure in rows:
         if not any(row.items() <= there.items() for there in known):
             line = json.dumps(row | measure())
+            known.append(row)
             with file.open("a", encoding="utf-8") as lines:
                 lines.write(line + "\n")
 

@@ -10,11 +10,11 @@ goes on where it stood. Seeds come one after another: the first round draws ever
 one draws each once more from another seed, and the tables are made of what is there.
 
 ``experiment``: 50 steps, N = 2, 4, 8, fixed warm-ups from none to 40 steps, first and last steps, adaptive; DDIM and
-DPM-Solver++. ``strategies``: naive patches, PipeFusion and compressed messages at the same steps. ``samplers``: three
-more, and four of flow matching. ``detail``: errors by step, layer and token. ``objectives``: flow matching, and the
-noise in place of the velocity; ``degrees``: these, and DPM-Solver++, on other numbers of devices. ``videos``: a few
-synchronous steps of a video model, by where they are. ``codecs``: every way to compress messages. Fewer steps are those
-of `steps.py`, other numbers of tokens those of `distribution.py`. The model that is not embedded (epsilon) is that of
+DPM-Solver++. ``strategies``: naive patches, PipeFusion and compressed messages at the same steps. ``detail``: errors
+by step, layer and token. ``objectives``: flow matching, and the noise in place of the velocity; ``degrees``: these, and
+DPM-Solver++, on other numbers of devices. ``videos``: a few synchronous steps of a video model, by where they are.
+``codecs``: every way to compress messages. Fewer steps and other samplers are those of `steps.py`, other numbers of
+tokens those of `distribution.py`. The model that is not embedded (epsilon) is that of
 `training/relatives.py`, looked for in ``--models``; where it is not there, its tables are left out.
 `benchmarks/figures.py` draws the figures of the page from the JSON file, `benchmarks/tables.py` prints its tables.
 """
@@ -88,8 +88,8 @@ NUMBERS = (2, 4, 8)
 SPREAD = (LAST, "adaptive(0.001, 10)", "steps(0 5 10 15 20 25 30 35 40 45)")
 # Where a few synchronous steps are spent on a video.
 BEGINNINGS = ("fixed(1)", "fixed(2)", "fixed(3)", "fixed(4)", "steps(0 14 15)", "steps(0 6 12)")
-# Models of `training/relatives.py`.
-RELATIVES = ("dit-epsilon",)
+# Models of `training/relatives.py`, and the embedded models whose guidance they have.
+RELATIVES = {"dit-epsilon": "emoji-dit-s", "faces": "fashion-dit"}
 
 
 def compressed(*names: str) -> tuple[str, ...]:
@@ -113,11 +113,6 @@ TABLES = [
         *("emoji-dit-s", "ddim", LONG, (4,), ("fixed(1)",)),
         strategies=("naive", "pipefusion", *compressed("int8", "int4")),
     ),
-    *(Table("samplers", "emoji-dit-s", sampler, LONG, (4,), ("fixed(1)",)) for sampler in ("unipc", "euler", "ddpm")),
-    *(
-        Table("samplers", "emoji-sd3", sampler, 12, (4,), ("fixed(1)",))
-        for sampler in ("euler", "heun", "dpm", "unipc")
-    ),
     Table("objectives", "emoji-dit-s", "ddim", LONG, (4,), SPREAD[1:]),
     Table("objectives", "dit-epsilon", "ddim", LONG, (4,), (*WARMUPS, *SPREAD)),
     Table("objectives", "emoji-sd3", "euler", LONG, (4,), (*WARMUPS, *SPREAD), captions=4),
@@ -135,11 +130,16 @@ TABLES = [
 PARTS = tuple(dict.fromkeys(table.part for table in TABLES))
 
 
-def folder_of(table: Table, models: Path) -> Path:
-    """Where a table's model is."""
+def parent_of(model: str) -> str:
+    """The embedded model whose guidance a model has."""
+    return RELATIVES.get(model, model)
+
+
+def folder_of(model: str, models: Path) -> Path:
+    """Where a model is."""
     from ditmesh import zoo
 
-    return models / table.model / "out" if table.model in RELATIVES else zoo.path(table.model)
+    return models / model / "out" if model in RELATIVES else zoo.path(model)
 
 
 def setup_of(folder: Path, name: str, parent: str, steps: int) -> Any:
@@ -169,8 +169,7 @@ def plan_of(table: Table, rounds: int, models: Path) -> Any:
     from ditmesh.generate.model_info import find_model
     from ditmesh.lab.study import plan
 
-    folder = folder_of(table, models)
-    parent = "emoji-dit-s" if table.model in RELATIVES else table.model
+    folder, parent = folder_of(table.model, models), parent_of(table.model)
     info, captions = find_model(folder), zoo.captions(parent)
     every = len(captions) // table.captions
     prompts = captions[every // 2 :: every][: table.captions]
@@ -306,7 +305,7 @@ def main() -> None:
         if table.part in (options.part or [table.part])
         and table.model in (options.model or [table.model])
         and table.sampler in (options.sampler or [table.sampler])
-        and (folder_of(table, options.models) / "model_index.json").exists()
+        and (folder_of(table.model, options.models) / "model_index.json").exists()
     ]
     if not options.show:
         measure(tables, options.out, options.images, options.models)

@@ -11,6 +11,7 @@ of other captions and seeds. `benchmarks/figures.py` and `benchmarks/tables.py` 
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 from harness import add_missing, command_line
-from quality import setup_of
+from quality import folder_of, parent_of, setup_of
 
 STEPS = (4, 6, 8, 10, 12, 20, 50)
 # Each model's usual sampler, and the others that are reviewed.
@@ -34,6 +35,8 @@ SAMPLERS = {
     "emoji-sd3": ("euler", "dpm", "unipc", "heun"),
     "fashion-dit": ("ddim", "dpm", "unipc"),
     "emoji-wan": ("euler",),
+    "dit-epsilon": ("ddim", "dpm", "unipc"),
+    "faces": ("ddim",),
 }
 # Images of one request, and of all requests at most.
 ROUND, MOST = 8, 32
@@ -44,29 +47,41 @@ PIPE = [(name, 4, "fixed(1)") for name in ("pipefusion", "pipefusion+linear")]
 OTHERS = [(name, count, "fixed(1)") for count in (2, 8) for name in DISPLACED]
 MORE = [("displaced+linear", 4, f"fixed({steps})") for steps in (4, 0)]
 MORE += [(name, 4, "fixed(1)") for name in ("naive", "displaced-int4+linear")] + [("displaced+linear", 1, "fixed(1)")]
+# Four synchronous steps elsewhere: the first and the last two, and one in each quarter.
+ELSEWHERE = {"ends": (0, 1, -2, -1), "quarters": (0.0, 0.25, 0.5, 0.75)}
+MORE += [("displaced+linear", 4, name) for name in ELSEWHERE]
 # In the order they are measured; True: with a model's own sampler, False: with the others.
 PASSES = [(True, FOUR), (False, FOUR), (True, OTHERS), (True, PIPE + MORE), (False, OTHERS + PIPE)]
 
 
+def policy(warmup: str, steps: int) -> str:
+    """The warm-up policy that a name of `ELSEWHERE` has with so many steps; others are policies."""
+    places = [int(at * steps) if isinstance(at, float) else at % steps for at in ELSEWHERE.get(warmup, ())]
+    return f"steps({' '.join(map(str, places))})" if places else warmup
+
+
 def cells(options: Any) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     """Setup, cell and name of every row, in the order they are measured."""
-    from ditmesh import zoo
     from ditmesh.generate.job import class_numbers
     from ditmesh.generate.model_info import find_model
     from ditmesh.lab.study.plan import Cell
 
     for number, (own, some), steps in product(range(-(-options.images // ROUND)), PASSES, STEPS):
         for model in options.model or SAMPLERS:
-            folder, captions = zoo.path(model), zoo.captions(model)
+            parent, folder = parent_of(model), folder_of(model, options.models)
+            if not folder.exists():
+                continue
+            captions = [entry["caption"] for entry in json.loads((folder / "captions.json").read_text("utf-8"))]
             # Evenly spaced; a model with fewer captions has some of them again, with other seeds.
             places = [(2 * at + 1) * len(captions) // (2 * MOST) for at in range(number, MOST, MOST // ROUND)]
             prompts, seeds = tuple(captions[at] for at in places), range(number * ROUND, (number + 1) * ROUND)
-            labels, setup = class_numbers(prompts, find_model(folder)), setup_of(folder, model, model, steps)
+            labels, setup = class_numbers(prompts, find_model(folder)), setup_of(folder, model, parent, steps)
             for sampler in SAMPLERS[model][:1] if own else SAMPLERS[model][1:]:
                 for name, count, warmup in some:
-                    cell = Cell(sampler, prompts, tuple(seeds), tuple(labels), name, count, warmup)
+                    waits = policy(warmup, steps)
+                    cell = Cell(sampler, prompts, tuple(seeds), tuple(labels), name, count, waits)
                     row = {"model": model, "weights": setup.weights, "sampler": sampler, "steps": steps}
-                    yield setup, cell, row | {"strategy": name, "devices": count, "warmup": warmup, "round": number}
+                    yield setup, cell, row | {"strategy": name, "devices": count, "warmup": waits, "round": number}
 
 
 class Exact:
@@ -109,14 +124,16 @@ class Exact:
 
     def compared(self, setup: Any, cell: Any, images: Any, exact: Any) -> dict[str, Any]:
         """Distances of images from exact ones; how many are nearest to what was asked for, if the model tells."""
+        from ditmesh import zoo
         from ditmesh.lab.study.running import distances, nearest_matches_prompt
 
         pairs = zip(images, exact, strict=True)
         apart = [distances(list(zip(*pair, strict=True)) if images.ndim == 5 else [pair]) for pair in pairs]
         names = ("psnr", "ssim")
+        references = zoo.path(parent_of(setup.name))
         measures: dict[str, Any] = {name: [row[name] and round(row[name], 4) for row in apart] for name in names}
         sets = {"right": images, "exact right": exact}
-        right = {name: nearest_matches_prompt(Path(setup.model), cell, some) for name, some in sets.items()}
+        right = {name: nearest_matches_prompt(references, cell, some) for name, some in sets.items()}
         return measures | {name: sum(each) for name, each in right.items() if each}
 
 
@@ -125,6 +142,7 @@ def main() -> None:
     parser = command_line(__doc__, figures=False)
     parser.add_argument("--images", type=int, default=ROUND, help=f"{ROUND} to {MOST}")
     parser.add_argument("--model", action="append", choices=SAMPLERS, help="default: all")
+    parser.add_argument("--models", type=Path, default=Path("runs/relatives"), help="what training/relatives.py made")
     parser.add_argument("--file", type=Path, default=Path(__file__).parent / "measured" / "steps.jsonl")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -27,7 +27,7 @@ import numpy as np
 from figures import MEASURED, Tables, few_images, lines, read
 from harness import command_line, paired_ratios
 from steps import SAMPLERS as OF_STEPS
-from steps import STEPS
+from steps import STEPS, policy
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TODAY = {
@@ -45,6 +45,8 @@ TODAY = {
 WAYS = {f"window {tolerance}": f"a window of steps, tolerance {tolerance}" for tolerance in (0.1, 0.01)}
 WAYS |= {"displaced+linear": "displaced patches", "naive": "naive patches", "turning": "naive patches, cut in turn"}
 SAMPLERS = {"ddim": "DDIM", "dpm": "DPM-Solver++", "unipc": "UniPC", "ddpm": "DDPM", "euler": "Euler", "heun": "Heun"}
+POLICIES = {"fixed(0)": "`fixed(0)`", "fixed(4)": "`fixed(4)`"}
+POLICIES |= {"ends": "first and last two", "quarters": "one of four in each quarter"}
 Row = Sequence[str]
 
 
@@ -116,24 +118,14 @@ def devices() -> Iterator[Row]:
             yield title, f"{count}", *of_images(row, before)
 
 
-def by_steps(cell: Callable[[dict[str, Any]], str]) -> Iterator[Row]:
-    """Something of every row of predict.json, a line for each strategy and number of steps."""
-    models = read("predict")["models"]
-    yield "steps", *models
-    for strategy, title in (("displaced", "displaced"), ("pipefusion", "PipeFusion")):
-        for steps in ("8", "12", "20", "50"):
-            rows = [model[strategy].get(steps) for model in models.values()]
-            yield f"{title}, {steps}", *("" if row is None else cell(row) for row in rows)
-
-
 def costs() -> Iterator[Row]:
-    """Images with the default, by the number of steps."""
-    return by_steps(lambda row: f"{row['psnr linear']:.1f}")
-
-
-def gains() -> Iterator[Row]:
-    """What moving keys on gains, by the number of steps."""
-    return by_steps(lambda row: f"{row['gain']:.1f} ± {row['standard error']:.1f}")
+    """Means of `steps.py` with the default moved keys and one synchronous step, by the number of steps."""
+    yield "steps", *OF_STEPS
+    ways = ("displaced", "displaced"), ("pipefusion", "PipeFusion")
+    for (strategy, title), count in product(ways, (4, 8, 12, 20, 50)):
+        wanted: dict[str, Any] = {"strategy": f"{strategy}+linear", "steps": count}
+        means = [few_images(**wanted, model=model, sampler=own) for model, (own, *_) in OF_STEPS.items()]
+        yield f"{title}, {count}", *(f"{statistics.mean(images):.1f}" if images else "" for images in means)
 
 
 def less_moved(**wanted: Any) -> list[str]:
@@ -142,7 +134,8 @@ def less_moved(**wanted: Any) -> list[str]:
     for count in STEPS:
         own: dict[str, Any] = {"model": wanted["model"], "sampler": OF_STEPS[wanted["model"]][0], "steps": count}
         own["strategy"] = "displaced+linear"
-        pair = few_images(**own | wanted), few_images(**own)
+        other = wanted | {"warmup": policy(wanted.get("warmup", "fixed(1)"), count)}
+        pair = few_images(**own | other), few_images(**own)
         # Images with the bits of the exact ones are at no number of decibels.
         apart = [a - b for a, b in zip(*pair, strict=False) if a is not None]
         cells.append(signed(apart).split(" (")[0] if apart else "exact" * bool(pair[0]))
@@ -188,8 +181,8 @@ def other_ways() -> Iterator[Row]:
     """Warm-ups, messages and naive patches of `steps.py`: less moved keys with one synchronous step."""
     yield "model", "devices have", *(f"{count} steps" for count in STEPS)
     for model in OF_STEPS:
-        for warmup in ("fixed(0)", "fixed(4)"):
-            yield f"`{model}`", f"`{warmup}`", *less_moved(model=model, warmup=warmup)
+        for warmup, title in POLICIES.items():
+            yield f"`{model}`", title, *less_moved(model=model, warmup=warmup)
         for strategy, title in (("displaced-int4+linear", "`int4`"), ("naive", "naive")):
             yield f"`{model}`", title, *less_moved(model=model, strategy=strategy)
 
@@ -228,20 +221,6 @@ def objectives() -> Iterator[Row]:
         pairs = [[quality_row(parts, model, warmup=each) for each in (warmup, "fixed(1)")] for _, model, parts in KINDS]
         gains = ["" if row is base else f" ({signed(apart(row, base)).split(' (')[0]})" for row, base in pairs]
         yield named(warmup), *(mean_error(row["each"]) + gain for (row, _), gain in zip(pairs, gains, strict=True))
-
-
-def samplers() -> Iterator[Row]:
-    """Samplers on the same images: 50 steps of a velocity, 12 of a flow."""
-    yield "model, steps", "sampler", "PSNR, dB", "worst image", "SSIM", "less the first", "evaluations"
-    for model, steps, some in (
-        ("emoji-dit-s", 50, "ddim dpm unipc ddpm euler"),
-        ("emoji-sd3", 12, "euler dpm unipc heun"),
-    ):
-        parts = "experiment degrees samplers" if steps == 50 else "samplers"
-        rows = {name: quality_row(parts, model, name) for name in some.split()}
-        for name, row in rows.items():
-            images = of_images(row, rows[some.split()[0]])
-            yield f"`{model}`, {steps}", SAMPLERS[name], *images, f"{row['evaluations']}"
 
 
 def student() -> Iterator[Row]:
@@ -555,7 +534,7 @@ def files() -> Iterator[Row]:
 
 
 NAMES = (
-    "devices steps axes rounds costs gains objectives samplers few_steps other_ways more_devices student four_steps "
+    "devices steps axes rounds costs objectives few_steps other_ways more_devices student four_steps "
     "strategies codecs tokens videos distribution load moving true_size links exact ahead overhead deadlines faults "
     "training_speed training_curves reinforcement sameness degrees vae memory files"
 )

@@ -28,6 +28,7 @@ class FashionDiT:
     """``fashion-dit``: a ``DiTPipeline`` of 64 image tokens."""
 
     image_tokens = 64
+    names = NAMES
     settings: dict[str, Any] = {  # noqa: RUF012
         "resolution": SIZE,
         "train_batch_size": 32,
@@ -71,9 +72,9 @@ class FashionDiT:
         export.copy_pipeline(trained, out, ("transformer", "vae"))
         # save_pretrained leaves the names out; from_pretrained reads them here.
         index = json.loads((out / "model_index.json").read_text(encoding="utf-8"))
-        index["id2label"] = dict(enumerate(NAMES))
+        index["id2label"] = dict(enumerate(self.names))
         (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        entries = [{"caption": name, "also": []} for name in NAMES]
+        entries = [{"caption": name, "also": []} for name in self.names]
         (out / "captions.json").write_text(json.dumps(entries, indent=0) + "\n", encoding="utf-8")
 
     def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from ditmesh import zoo
 from ditmesh.train.logs import read_log
 from training import diffusion
 from training.emoji import EmojiDiT
+from training.faces import Faces
 from training.fashion import FashionDiT
 from training.fashion_data import NAMES, SIZE
 from training.loop import console
@@ -103,12 +104,13 @@ def resized(parent: Any, side: int) -> DiTTransformer2DModel:
 SEEDS = (0, 1, 2)
 # Steps of a training that goes on from another, at half of its rate.
 ON: dict[str, Any] = {"max_train_steps": 250, "lr_warmup_steps": 20, "learning_rate": 7.5e-4}
-RELATIVES: dict[str, NoiseDiT | Clothes] = {
+RELATIVES: dict[str, NoiseDiT | Clothes | Faces] = {
     **{f"clothes-{seed}": Clothes(seed) for seed in SEEDS},
     **{f"clothes-wide-{seed}": Clothes(seed, heads=4) for seed in SEEDS},
     **{f"clothes-256-tokens-{seed}": Clothes(seed, parent=f"clothes-{seed}", **ON) for seed in SEEDS},
     **{f"clothes-1024-tokens-{seed}": Clothes(seed, side=64, parent=f"clothes-{seed}", **ON) for seed in SEEDS},
     "dit-epsilon": NoiseDiT(),
+    "faces": Faces(),
 }
 
 

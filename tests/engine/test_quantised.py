@@ -87,15 +87,12 @@ def outcome(name: str, config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", MADE)
 def test_right_or_refused(ranks, name):
-    package = name.split()[0]
-    if package in ("torchao", "gguf"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
     for config in ({"ulysses": 2}, {"ring": 2}, {"data": 2}, {"cfg": 2}, {"pipe": 2}, {"tensor": 2}):
         for found, same in ranks(2).run(outcome, name, config):
             assert same, config
             if name == "accelerate sequential" and not {"tensor", "pipe"}.isdisjoint(config):
                 assert "take off CPU offloading" in found
-            elif package in ("torchao", "gguf") and "tensor" in config:
+            elif name.split()[0] in ("torchao", "gguf") and "tensor" in config:
                 assert "tensor parallelism cuts plain floating-point weights" in found
             else:
                 assert found <= TOLERANCE, (config, found)
@@ -122,8 +119,6 @@ def _memory_of(parameter: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("name", ["torchao int8", "casting float8"])
 def test_pieces_of_quantised_weights_have_their_bits(ranks, name):
-    if name.startswith("torchao"):
-        pytest.importorskip("torchao", reason="torchao is not installed")
     for same, back, kept in ranks(2).run(held_in_pieces, name):
         assert same
         assert back
@@ -132,7 +127,6 @@ def test_pieces_of_quantised_weights_have_their_bits(ranks, name):
 
 
 def test_a_quantised_weight_that_differs_shows():
-    pytest.importorskip("torchao", reason="torchao is not installed")
     model = copy.deepcopy(tiny("Flux"))
     torchao(model, "int8")
     before = weights_fingerprint(model)

@@ -16,8 +16,6 @@ from ditmesh.media.videos import read_frames
 from support.commands import run as run_command
 from support.tiny import save_tiny_wan
 
-pytest.importorskip("av")
-
 SMALL = ["--size", "32x32", "--steps", "2", "--guidance", "1"]
 
 

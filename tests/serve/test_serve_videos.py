@@ -31,8 +31,6 @@ from support.batching import Owner, of, task
 from support.serving import serving
 from support.tiny import save_tiny_anyflow, save_tiny_ltx
 
-pytest.importorskip("av", reason="PyAV is not installed: pip install av")
-
 pytestmark = pytest.mark.timeout(400)
 
 SIZE, FRAMES, STEPS, FPS = (64, 32), 9, 3, 10

@@ -180,7 +180,6 @@ def saved_quantised(root: Path) -> Path:
 
 
 def test_a_quantised_checkpoint_is_a_base(ranks, root, tmp_path):
-    pytest.importorskip("torchao")
     folder = saved_quantised(root)
     given = run_of(root, tmp_path / "1", pretrained_model_name_or_path=str(folder))
     alone, same, _ = outcome(given)

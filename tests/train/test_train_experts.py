@@ -130,7 +130,6 @@ BOTH = ("transformer", "transformer_2")
 @pytest.mark.matrix
 def test_an_adapter_of_the_second_transformer(model, films, tmp_path):
     """Over a quantised base; diffusers loads it with its own argument, and ditmesh by what the file says."""
-    pytest.importorskip("bitsandbytes")
     given = run_of(model, films, tmp_path / "out", lora={"rank": 2}, base_precision="nf4", learning_rate=0.1)
     file = Path(train(configured(given))["pipeline"]) / "pytorch_lora_weights.safetensors"
     inputs = {

@@ -72,8 +72,6 @@ def test_without_its_distribution_a_model_is_answered_with_what_to_install(monke
 
 @pytest.mark.parametrize("name", zoo.EMBEDDED)
 def test_it_is_what_the_zoo_says(name: str):
-    if zoo.EMBEDDED[name].frames:
-        pytest.importorskip("ftfy", reason="pipelines of Wan want ftfy: pip install ftfy")
     pipe, told = pipeline_of(name), zoo.EMBEDDED[name]
     assert type(pipe).__name__ == told.pipeline
     for part in pipe.components.values():
@@ -100,6 +98,15 @@ def test_the_trainer_reads_the_data_of_the_recipe_of_clothes(tmp_path: Path):
         (folder / f"train-{part}-ubyte.gz").write_bytes(gzip.compress(content))
     samples = read_samples(DataConfig(train_data_dir=str(FashionDiT().write_data(tmp_path))), "label").good
     assert [(sample.words, sample.size) for sample in samples] == [(7, (32, 32)), (3, (32, 32))]
+
+
+def test_each_seed_has_a_face_of_its_own():
+    from training.faces import SIDE, faces
+
+    ten, again = ([each["image"] for each in faces(10, 7)] for _ in range(2))
+    assert np.shape(ten) == (10, SIDE, SIDE, 3)
+    assert len({image.tobytes() for image in ten}) == 10
+    assert np.array_equal(ten, again)
 
 
 # --- what they make

@@ -1,0 +1,118 @@
+"""``faces``: drawn faces of 256 x 256 pixels in ten classes of hair and hats, which a model can draw anew.
+
+The faces are those of the package python-avatars (MIT; drawn by Pablo Stanley, https://avataaars.com): eyes, mouths,
+beards, glasses, clothes and colours are chosen at random for each picture, out of a billion combinations, so new ones
+are no training pictures.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import python_avatars as avatars
+import resvg_py
+import torch
+from diffusers import (
+    AutoencoderKL,  # pyright: ignore[reportPrivateImportUsage]
+    DiTPipeline,  # pyright: ignore[reportPrivateImportUsage]
+)
+from PIL import Image
+from safetensors.torch import save_file
+
+from ditmesh import zoo
+from ditmesh.lab.study.references import shrink
+from training import diffusion
+from training.evaluate_fashion import train_classifier
+from training.fashion import FashionDiT
+from training.fashion_data import SIZE, narrow
+
+SIDE = 256
+NAMES = ("long hair", "bob", "bun", "afro", "short hair", "no hair", "hat", "turban", "hijab", "winter hat")
+TOPS = ("STRAIGHT_1", "BOB", "BUN", "FRO", "SHORT_FLAT", "NONE", "HAT", "TURBAN", "HIJAB", "WINTER_HAT_2")
+PICTURES = 6000
+# Behind the faces: no hat and no shirt has this colour.
+GROUND = "#c8d6e0"
+# How often a face has none of what it need not have.
+NOTHING = 0.6
+# What a face is made of, and the members of python-avatars that are chosen from; none: all.
+PARTS = {
+    "eyes": ("EyeType", "CLOSED", "DEFAULT", "HAPPY", "HEART", "SIDE", "SURPRISED", "WINK", "X_DIZZY"),
+    "mouth": ("MouthType", "CONCERNED", "DEFAULT", "DISBELIEF", "SAD", "SERIOUS", "SMILE", "TONGUE", "BIG_SMILE"),
+    "accessory": ("AccessoryType", "KURT", "PRESCRIPTION_1", "ROUND", "SUNGLASSES"),
+    "facial_hair": ("FacialHairType", "BEARD_LIGHT", "BEARD_MEDIUM", "MOUSTACHE_FANCY", "MOUSTACHE_MAGNUM"),
+    "clothing": ("ClothingType", "BLAZER_SHIRT", "COLLAR_SWEATER", "HOODIE", "OVERALL", "SHIRT_CREW_NECK", "BOND_SUIT"),
+    "skin_color": ("SkinColor",),
+    "hair_color": ("HairColor",),
+    "facial_hair_color": ("HairColor",),
+    "clothing_color": ("ClothingColor",),
+    "hat_color": ("ClothingColor",),
+}
+
+
+def face(label: int, seed: int) -> np.ndarray:
+    """A face of a class: (256, 256, 3) ``uint8``."""
+    chance, chosen = random.Random(seed), {}
+    for part, (kind, *names) in PARTS.items():
+        members = getattr(avatars, kind)
+        name = chance.choice(names or [member.name for member in members])
+        absent = part in ("accessory", "facial_hair") and chance.random() < NOTHING
+        chosen[part] = getattr(members, "NONE" if absent else name)
+    top = getattr(avatars.HairType if label < 6 else avatars.HatType, TOPS[label])
+    drawing = avatars.Avatar(style=avatars.AvatarStyle.TRANSPARENT, top=top, **chosen).render()
+    with Image.open(io.BytesIO(bytes(resvg_py.svg_to_bytes(svg_string=drawing, width=SIDE, background=GROUND)))) as png:
+        return np.asarray(png.convert("RGB").resize((SIDE, SIDE), Image.Resampling.LANCZOS))
+
+
+def faces(count: int, first: int = 0) -> Iterator[dict[str, Any]]:
+    """``count`` faces of all classes in turn, of seeds ``first`` and up."""
+    for seed in range(first, first + count):
+        yield {"image": face(seed % len(NAMES), seed), "label": seed % len(NAMES)}
+
+
+class Faces(FashionDiT):
+    """A model of faces with the autoencoder of ``emoji-dit-s``; a recipe of :mod:`training.zoo`."""
+
+    parent, objective, image_tokens, names = "", "v_prediction", 256, NAMES
+    settings = FashionDiT.settings | {
+        "resolution": SIDE,
+        # The same steps on one rank and on two.
+        "train_batch_size": 16,
+        "global_batch_size": 32,
+        "max_train_steps": 2600,
+        "cache_dir": "cache",
+    }
+
+    def write_data(self, folder: Path) -> Path:
+        """The training data as a table of the library ``datasets``; returns its folder."""
+        out = folder / "data"
+        if not (out / "dataset_info.json").exists():
+            features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+            table: Any = datasets.Dataset.from_generator(faces, features, gen_kwargs={"count": PICTURES})
+            table.save_to_disk(str(out))
+        return out
+
+    def make_pipeline(self, folder: Path) -> DiTPipeline:
+        """Fresh weights with the embedded autoencoder; four pixels make one of its latents, 4 x 4 of these a token."""
+        vae: Any = AutoencoderKL.from_pretrained(zoo.path("emoji-dit-s"), subfolder="vae", torch_dtype=torch.float32)
+        torch.manual_seed(0)
+        sizes = {"side": SIDE // 4, "patch": 4, "layers": 6, "heads": 6, "head_dim": 32}
+        transformer = diffusion.make_transformer(classes=len(NAMES), **sizes)
+        return DiTPipeline(transformer, vae, diffusion.make_scheduler())  # pyright: ignore[reportArgumentType]
+
+    def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:
+        """A classifier of the ten classes is put beside the model, for `benchmarks/distribution.py`."""
+        pictures, labels = zip(*(each.values() for each in faces(4000, 10**6)), strict=True)
+        grey = np.stack([narrow(shrink(picture[None], SIZE))[0] for picture in pictures])
+        classifier = train_classifier(grey[400:], np.array(labels[400:]), epochs=8)
+        save_file(
+            {name: value.half() for name, value in classifier.state_dict().items()}, out / "classifier.safetensors"
+        )
+        with torch.no_grad():
+            verdicts = classifier(torch.from_numpy(grey[:400])).argmax(1).numpy()
+        return {"classifier_on_test": round(float((verdicts == np.array(labels[:400])).mean()), 4)}
