@@ -135,32 +135,24 @@ def bars(axis: Any, xs: Sequence[float], rows: Sequence[dict[str, Any]], number:
 
 
 def draw_warmup(tables: Tables) -> Path:
-    """PSNR over warm-up, a line for each N; policies with five synchronous steps beside; DPM-Solver++ dashed."""
+    """PSNR over warm-up, a line for each N; policies with five synchronous steps beside."""
     table = tables.find("experiment", "emoji-dit-s", "ddim")
     assert table is not None
     figure, axis = plt().subplots(figsize=(6.4, 4.0))
     warmups = list(dict.fromkeys(row["warmup"] for row in table["rows"]))
     labels = {"first_last(1, 4)": "first,\nlast 4", "adaptive(0.001, 5)": "adap-\ntive, 5"}
     axis.set_xticks(range(len(warmups)), [labels.get(one) or str(warmup_of({"warmup": one})) for one in warmups])
-    for sampler, style, name in (("ddim", "-", ""), ("dpm", "--", ", DPM-Solver++")):
-        found = [tables.find(part, "emoji-dit-s", sampler) for part in ("experiment", "degrees")]
-        every = [row for one in found for row in tables.rows(one) if row["devices"] > 1]
-        for number, devices in enumerate(sorted({row["devices"] for row in every})):
-            rows = [row for row in every if row["devices"] == devices]
-            for is_fixed in (True, False):
-                some = [row for row in rows if row["warmup"].startswith("fixed(") == is_fixed]
-                places = [warmups.index(row["warmup"]) + 0.06 * (number - 1) for row in some]
-                label = f"N = {devices}{name}" if is_fixed else ""
-                # Crosses beside: DPM-Solver++ is close to DDIM everywhere.
-                more = {"marker": "x", "markersize": 6} if name else {}
-                places = [place + 0.2 * bool(name) for place in places]
-                if some:
-                    bars(axis, places, some, number, label, linestyle=style if is_fixed else "none", **more)
+    for number, devices in enumerate((2, 4, 8)):
+        rows = tables.rows(table, devices=devices)
+        for is_fixed in (True, False):
+            some = [row for row in rows if row["warmup"].startswith("fixed(") == is_fixed]
+            places = [warmups.index(row["warmup"]) + 0.06 * (number - 1) for row in some]
+            label = f"N = {devices}" if is_fixed else ""
+            bars(axis, places, some, number, label, linestyle="-" if is_fixed else "none")
     axis.set_xlabel("synchronous steps at the beginning, of 50; and placed")
     axis.set_ylabel("PSNR, dB")
-    axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2)
-    said = tables.said(table).replace(", ddim", "")
-    return save(figure, "warmup", f"{said}; DDIM where nothing is said; displaced patches; bars: standard error")
+    axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=3)
+    return save(figure, "warmup", f"{tables.said(table)}; displaced patches, keys as they are; bars: standard error")
 
 
 def draw_counts(_: Tables) -> Path:
@@ -219,14 +211,14 @@ def draw_reinforcement(_: Tables) -> Path:
     return save(figure, "reinforcement", said, "reinforcement")
 
 
-def draw_pictures(_: Tables) -> Path:
+def draw_pictures(_: Tables, model: str = "emoji-dit-s") -> Path:
     """Images by strategy, and beside them their differences from the exact ones."""
     from PIL import Image
 
-    data = read("pictures")
-    side, count = 64, len(data["columns"])
-    with Image.open(MEASURED / "pictures.png") as image:
+    data = read(f"pictures-{model}")
+    with Image.open(MEASURED / f"pictures-{model}.png") as image:
         pixels = np.asarray(image.convert("RGB"), dtype=np.float64) / 255
+    side, count = pixels.shape[0] // len(data["rows"]), len(data["columns"])
     figure, axes = plt().subplots(len(data["rows"]), 2 * count - 1, figsize=(7.6, 0.98 * len(data["rows"])))
     for number, row in enumerate(data["rows"]):
         line = pixels[number * side : (number + 1) * side].reshape(side, count, side, 3).swapaxes(0, 1)
@@ -238,10 +230,16 @@ def draw_pictures(_: Tables) -> Path:
             name = data["columns"][column if column < count else column - count + 1]
             above = name.replace(", ", "\n") if number == 0 else ""
             axis.set_title("\n".join(filter(None, [above, title])), fontsize=7.5)
-    said = (
-        f"emoji-dit-s, DDIM, N = 4, one synchronous step, seeds {', '.join(str(r['seed']) for r in data['rows'][:3])}"
+    seeds = ", ".join(dict.fromkeys(str(row["seed"]) for row in data["rows"]))
+    text = (
+        f"{model}, DDIM, N = 4, one synchronous step, seeds {seeds}; right: differences from the exact image, times 5"
     )
-    return save(figure, "pictures", f"{said}; right: differences from the exact image, times 5", "pictures")
+    return save(figure, "faces" if model == "faces" else "pictures", text, f"pictures-{model}")
+
+
+def draw_faces(tables: Tables) -> Path:
+    """The same of 256 pixels."""
+    return draw_pictures(tables, "faces")
 
 
 def details(tables: Tables) -> list[tuple[str, dict[str, Any]]]:
@@ -473,7 +471,7 @@ def draw_sameness(_: Tables) -> Path:
     )
 
 
-NAMES = "counts warmup steps layers places load moving sameness training reinforcement pictures"
+NAMES = "counts warmup steps layers places load moving sameness training reinforcement pictures faces"
 FIGURES: dict[str, Callable[[Tables], Path]] = {name: globals()[f"draw_{name}"] for name in NAMES.split()}
 
 

@@ -9,14 +9,14 @@ synchronous one of the same seed. What is finished is in ``--out`` and is not dr
 goes on where it stood. Seeds come one after another: the first round draws every picture of every table once, the next
 one draws each once more from another seed, and the tables are made of what is there.
 
-``experiment``: 50 steps, N = 2, 4, 8, fixed warm-ups from none to 40 steps, first and last steps, adaptive; DDIM and
-DPM-Solver++. ``strategies``: naive patches, PipeFusion and compressed messages at the same steps. ``detail``: errors
-by step, layer and token. ``objectives``: flow matching, and the noise in place of the velocity; ``degrees``: these, and
-DPM-Solver++, on other numbers of devices. ``videos``: a few synchronous steps of a video model, by where they are.
-``codecs``: every way to compress messages. Fewer steps and other samplers are those of `steps.py`, other numbers of
-tokens those of `distribution.py`. The model that is not embedded (epsilon) is that of
-`training/relatives.py`, looked for in ``--models``; where it is not there, its tables are left out.
-`benchmarks/figures.py` draws the figures of the page from the JSON file, `benchmarks/tables.py` prints its tables.
+``experiment``: 50 steps, N = 2, 4, 8, fixed warm-ups from none to 40 steps, first and last steps, adaptive.
+``strategies``: naive patches, PipeFusion and compressed messages at the same steps. ``detail``: errors by step, layer
+and token. ``objectives``: flow matching, and the noise in place of the velocity; ``degrees``: these on other numbers of
+devices. ``videos``: a few synchronous steps of a video model, by where they are. ``codecs``: every way to compress
+messages. Fewer steps and other samplers are those of `steps.py`, other numbers of tokens those of `distribution.py`.
+The model that is not embedded (epsilon) is that of `training/relatives.py`, looked for in ``--models``; where it is not
+there, its tables are left out. `benchmarks/figures.py` draws the figures of the page from the JSON file,
+`benchmarks/tables.py` prints its tables.
 """
 
 from __future__ import annotations
@@ -105,8 +105,6 @@ PREDICTED = tuple(f"{strategy}+linear" for strategy in ("displaced", *compressed
 
 TABLES = [
     Table("experiment", "emoji-dit-s", "ddim", LONG, NUMBERS, (*WARMUPS, *PLACED)),
-    Table("experiment", "emoji-dit-s", "dpm", LONG, (2,), ("fixed(0)", "fixed(1)", "fixed(40)")),
-    Table("degrees", "emoji-dit-s", "dpm", LONG, (4, 8), ("fixed(1)",)),
     Table("detail", "emoji-dit-s", "ddim", LONG, (4,), WARMUPS[:4], captions=4, detail=True, rounds=1),
     Table(
         "strategies",

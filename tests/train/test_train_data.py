@@ -190,7 +190,7 @@ def test_rectified_flow(tmp_path):
 
 
 @pytest.mark.parametrize("solver", ["DDIMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler"])
-@pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction", "sample"])
 def test_noise_and_velocity(tmp_path, kind, solver):
     """Whatever samples: trained is on the schedule of DDPM."""
     scheduler = getattr(diffusers, solver)(prediction_type=kind)
@@ -198,18 +198,19 @@ def test_noise_and_velocity(tmp_path, kind, solver):
     found = NoiseObjective(scheduler, config_of(tmp_path, snr_gamma=5.0))(clean, generators(8))
     alpha = scheduler.alphas_cumprod[found.timesteps].view(-1, 1, 1, 1)
     noise = (found.latents - alpha.sqrt() * clean) / (1 - alpha).sqrt()
-    expected = noise if kind == "epsilon" else alpha.sqrt() * noise - (1 - alpha).sqrt() * clean
-    assert torch.allclose(found.target, expected, atol=1e-3)
+    velocity = alpha.sqrt() * noise - (1 - alpha).sqrt() * clean
+    expected = {"epsilon": noise, "v_prediction": velocity, "sample": clean}
+    assert torch.allclose(found.target, expected[kind], atol=1e-3)
     snr = compute_snr(scheduler, found.timesteps)
     least = torch.minimum(snr, torch.tensor(5.0))
-    assert torch.allclose(found.weights, least / (snr if kind == "epsilon" else snr + 1))
+    assert torch.allclose(found.weights, least / {"epsilon": snr, "v_prediction": snr + 1, "sample": 1}[kind])
 
 
 @pytest.mark.parametrize(
     ("scheduler", "more", "said"),
     [
         (diffusers.FlowMatchEulerDiscreteScheduler(), {"snr_gamma": 5.0}, "leave it out for rectified flow"),
-        (diffusers.DDIMScheduler(prediction_type="sample"), {}, "which nothing here trains"),
+        (diffusers.DDIMScheduler(prediction_type="edm"), {}, "which nothing here trains"),
         (diffusers.EDMEulerScheduler(), {}, "EDMEulerScheduler has no beta_schedule"),
     ],
     ids=str,

@@ -1,8 +1,8 @@
 """Training objectives: they add noise to latents and define the transformer's target.
 
 Rectified flow (Liu et al. 2022, arXiv:2209.03003; noise levels as in Esser et al. 2024, arXiv:2403.03206), the noise of
-DDPM (Ho et al. 2020, arXiv:2006.11239), and the velocity (Salimans and Ho 2022, arXiv:2202.00512). The schedules and
-weights are diffusers' own.
+DDPM (Ho et al. 2020, arXiv:2006.11239), the velocity (Salimans and Ho 2022, arXiv:2202.00512), and the clean sample,
+for tokens as wide as the model (Li and He 2025, arXiv:2511.13720). The schedules and weights are diffusers' own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .staging import onto
 
 # Of the density ``logit_normal``, and of ``mode`` (Esser et al. 2024, section 3.1), as in diffusers' scripts.
 LOGIT_STD, MODE_SCALE = 1.0, 1.29
-OBJECTIVES = ("flow", "epsilon", "v_prediction")
+OBJECTIVES = ("flow", "epsilon", "v_prediction", "sample")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class NoiseObjective:
         if self.kind not in OBJECTIVES:
             raise ConfigError(f"{type(scheduler).__name__} predicts {self.kind!r}, which nothing here trains")
         if self._is_flow and config.model.snr_gamma is not None:
-            raise ConfigError("snr_gamma weighs epsilon- and v-prediction; leave it out for rectified flow")
+            raise ConfigError("snr_gamma is for models of DDPM; leave it out for rectified flow")
 
     def keep_between(self, lowest: float, highest: float) -> None:
         """Draw timesteps of rectified flow within bounds alone: those of one of several transformers.
@@ -115,7 +115,7 @@ class NoiseObjective:
         )
 
     def _ddpm(self, latents: Tensor, noise: Tensor, generators: Sequence[torch.Generator]) -> NoisyBatch:
-        """Uniform timesteps of DDPM: the target is the noise, or the velocity between latents and noise."""
+        """Uniform timesteps of DDPM: the target is the noise, the latents, or the velocity between them."""
         from diffusers.training_utils import compute_snr
 
         scheduler, gamma = self.scheduler, self._config.snr_gamma
@@ -126,8 +126,10 @@ class NoiseObjective:
         if gamma is not None:
             snr = compute_snr(scheduler, timesteps)
             # min(snr, gamma) / snr, also for a schedule that ends in pure noise, where snr is 0.
-            weights = (gamma / snr).clamp(max=1) if self.kind == "epsilon" else snr.clamp(max=gamma) / (snr + 1)
-        target = noise if self.kind == "epsilon" else scheduler.get_velocity(latents, noise, timesteps)
+            others = snr.clamp(max=gamma) / (snr + 1 if self.kind == "v_prediction" else 1)
+            weights = (gamma / snr).clamp(max=1) if self.kind == "epsilon" else others
+        target = {"epsilon": noise, "sample": latents}.get(self.kind)
+        target = scheduler.get_velocity(latents, noise, timesteps) if target is None else target
         return NoisyBatch(scheduler.add_noise(latents, noise, timesteps), timesteps, target, weights.float())
 
 
@@ -185,7 +187,8 @@ class NoiseTables:
         if self._kind == "flow":
             return clean - noise if self._inverted else noise - clean
         clean_share, noise_share = self._shares(timestep)
-        return noise if self._kind == "epsilon" else clean_share * noise - noise_share * clean
+        velocity = clean_share * noise - noise_share * clean
+        return {"epsilon": noise, "sample": clean}.get(self._kind, velocity)
 
     def _shares(self, timestep: float) -> tuple[float, float]:
         if self._kind == "flow":

@@ -202,7 +202,7 @@ class ModelConfig(SettingsGroup):
     snr_gamma: float | None = Field(
         default=None,
         gt=0,
-        description="Min-SNR loss weights of epsilon- and v-prediction (Hang et al. 2023, arXiv:2303.09556).",
+        description="Min-SNR loss weights of models of DDPM (Hang et al. 2023, arXiv:2303.09556).",
     )
 
 
