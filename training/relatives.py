@@ -5,9 +5,10 @@
 ``dit-epsilon`` begins with the weights of ``emoji-dit-s``, and predicts the noise. Relatives of ``fashion-dit``
 (``clothes-...``) generalise as it does and have its autoencoder. Three trainings of each begin with weights of their
 own (seeds 0, 1, 2); from each of them one more training goes on with the same tokens, and one with four times as many,
-as `DiT-XL/2` at 512 pixels is to the one at 256 (Peebles and Xie 2022, arXiv:2212.09748). None of them is embedded in
-the package: `benchmarks/quality.py` and `benchmarks/distribution.py` read them from ``DIR/NAME/out``. A run can be
-interrupted and started again with the same arguments.
+as `DiT-XL/2` at 512 pixels is to the one at 256 (Peebles and Xie 2022, arXiv:2212.09748). ``faces`` draws images of
+256 pixels (:mod:`training.faces`). None of them is embedded in the package: `benchmarks/quality.py`,
+`benchmarks/steps.py` and `benchmarks/distribution.py` read them from ``DIR/NAME/out``. A run can be interrupted and
+started again with the same arguments.
 """
 
 from __future__ import annotations
