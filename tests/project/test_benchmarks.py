@@ -144,8 +144,8 @@ def test_tables_of_pages_are_those_of_the_files(monkeypatch: pytest.MonkeyPatch)
         if page.name.endswith(".zh.md"):
             there, made = ([re.findall(r"\d+(?:\.\d+)?", row) for row in text.splitlines()] for text in (there, made))
         assert there == made, (page, match[2])
-    drawn = {f"findings-{name}.svg" for name in figures.FIGURES}
-    assert {name for text in pages.values() for name in re.findall(r"findings-\w+\.\w+", text)} == drawn
+    drawn = {f"findings-{name}" for name in figures.FIGURES}
+    assert {name for text in pages.values() for name in re.findall(r"(findings-\w+)\.\w+", text)} == drawn
 
 
 @pytest.mark.matrix
