@@ -25,8 +25,8 @@ from steps import SAMPLERS, STEPS
 HERE = Path(__file__).resolve().parent
 MEASURED, IMAGES = HERE / "measured", HERE.parent / "docs" / "images"
 # Colours that differ in lightness, too.
-COLOURS = ("#1b4f8f", "#d9732e", "#2f8f5b", "#8f3f8f", "#777777", "#b09000")
-MARKS = "osD^vP"
+COLOURS = ("#1b4f8f", "#d9732e", "#2f8f5b", "#8f3f8f", "#777777", "#b09000", "#b03050")
+MARKS = "osD^vPX"
 
 
 def plt() -> Any:
