@@ -308,13 +308,20 @@ def videos() -> Iterator[Row]:
 
 def distribution() -> Iterator[Row]:
     """Sets of new images, judged without a reference."""
-    yield "images", "", "of the asked class, %", "same verdict, %", "PSNR, dB", "Fréchet distance", "sharpness"
+    yield "model", "images", "of the asked class, %", "same verdict, %", "PSNR, dB", "Fréchet distance", "sharpness"
     for row in lines("distribution"):
         if row["model"] in ("faces", "fashion-dit") and not row["row"].startswith("displaced"):
             share = (f"{100 * value:.1f} ± {100 * error:.1f}" for value, error in (row["right"], row["same_verdict"]))
             psnr = mean_error(row["psnr"]) if "psnr" in row else ""
             distance = f"{row['frechet']:.2f} ± {row['frechet_error']:.2f}" if row["frechet"] > 1e-3 else "0"
-            yield f"{row['images']} of `{row['model']}`", row["row"], *share, psnr, distance, f"{row['sharpness']:.3f}"
+            yield (
+                row["model"].removesuffix("-dit"),
+                row["row"].replace("synchronous, ", ""),
+                *share,
+                psnr,
+                distance,
+                f"{row['sharpness']:.3f}",
+            )
 
 
 def load() -> Iterator[Row]:
