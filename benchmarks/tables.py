@@ -134,7 +134,7 @@ def less_moved(**wanted: Any) -> list[str]:
     for count in STEPS:
         own: dict[str, Any] = {"model": wanted["model"], "sampler": OF_STEPS[wanted["model"]][0], "steps": count}
         own["strategy"] = "displaced+linear"
-        other = wanted | {"warmup": policy(wanted.get("warmup", "fixed(1)"), count)}
+        other: dict[str, Any] = wanted | {"warmup": policy(wanted.get("warmup", "fixed(1)"), count)}
         pair = few_images(**own | other), few_images(**own)
         # Images with the bits of the exact ones are at no number of decibels.
         apart = [a - b for a, b in zip(*pair, strict=False) if a is not None]
@@ -314,14 +314,8 @@ def distribution() -> Iterator[Row]:
             share = (f"{100 * value:.1f} ± {100 * error:.1f}" for value, error in (row["right"], row["same_verdict"]))
             psnr = mean_error(row["psnr"]) if "psnr" in row else ""
             distance = f"{row['frechet']:.2f} ± {row['frechet_error']:.2f}" if row["frechet"] > 1e-3 else "0"
-            yield (
-                row["model"].removesuffix("-dit"),
-                row["row"].replace("synchronous, ", ""),
-                *share,
-                psnr,
-                distance,
-                f"{row['sharpness']:.3f}",
-            )
+            names = row["model"].removesuffix("-dit"), row["row"].replace("synchronous, ", "")
+            yield *names, *share, psnr, distance, f"{row['sharpness']:.3f}"
 
 
 def load() -> Iterator[Row]:
