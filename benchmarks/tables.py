@@ -45,8 +45,7 @@ TODAY = {
 WAYS = {f"window {tolerance}": f"a window of steps, tolerance {tolerance}" for tolerance in (0.1, 0.01)}
 WAYS |= {"displaced+linear": "displaced patches", "naive": "naive patches", "turning": "naive patches, cut in turn"}
 SAMPLERS = {"ddim": "DDIM", "dpm": "DPM-Solver++", "unipc": "UniPC", "ddpm": "DDPM", "euler": "Euler", "heun": "Heun"}
-POLICIES = {"fixed(0)": "`fixed(0)`", "fixed(4)": "`fixed(4)`"}
-POLICIES |= {"ends": "first and last two", "quarters": "one of four in each quarter"}
+POLICIES = {"fixed(0)": "`fixed(0)`", "fixed(4)": "`fixed(4)`", "ends": "two at each end", "quarters": "one a quarter"}
 Row = Sequence[str]
 
 
