@@ -155,9 +155,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     diffusers.utils.logging.disable_progress_bar()
-    trained = sorted(options.models.glob("*/out/training.json")) if options.models else []
-    folders = {file.parts[-3]: file.parent for file in trained if file.parts[-3].startswith(("clothes", "faces"))}
-    folders = folders if options.models else {MODEL: zoo.path(MODEL)}
+    names = [f"{name}/out/training.json" for name in ("clothes-*", "faces")] if options.models else []
+    trained = [file for name in names for file in sorted(options.models.glob(name))]
+    folders = {file.parts[-3]: file.parent for file in trained} if options.models else {MODEL: zoo.path(MODEL)}
     add_missing(options.file, cells(folders, options.each))
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import python_avatars as avatars
 import resvg_py
@@ -89,14 +88,10 @@ class Faces(FashionDiT):
         "cache_dir": "cache",
     }
 
-    def write_data(self, folder: Path) -> Path:
-        """The training data as a table of the library ``datasets``; returns its folder."""
-        out = folder / "data"
-        if not (out / "dataset_info.json").exists():
-            features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-            table: Any = datasets.Dataset.from_generator(faces, features, gen_kwargs={"count": PICTURES})
-            table.save_to_disk(str(out))
-        return out
+    def pictures(self, folder: Path) -> tuple[Sequence[np.ndarray], Sequence[int]]:
+        """The training pictures and their classes."""
+        drawn = list(faces(PICTURES))
+        return [each["image"] for each in drawn], [each["label"] for each in drawn]
 
     def make_pipeline(self, folder: Path) -> DiTPipeline:
         """Fresh weights with the embedded autoencoder; four pixels make one of its latents, 4 x 4 of these a token."""

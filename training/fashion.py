@@ -7,10 +7,12 @@ pictures new ones are.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from diffusers import (
     AutoencoderKL,  # pyright: ignore[reportPrivateImportUsage]
@@ -47,12 +49,17 @@ class FashionDiT:
         """The training data as a table of the library ``datasets``; returns its folder."""
         out = folder / "data"
         if not (out / "dataset_info.json").exists():
-            pictures, labels = read(fetch(folder), "train")
+            pictures, labels = self.pictures(folder)
             features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-            table = datasets.Dataset.from_dict({"image": list(widen(pictures)), "label": labels}, features=features)
+            table = datasets.Dataset.from_dict({"image": list(pictures), "label": labels}, features=features)
             # The file that ends a table is written last.
             table.save_to_disk(str(out))
         return out
+
+    def pictures(self, folder: Path) -> tuple[Sequence[np.ndarray] | np.ndarray, Sequence[int] | np.ndarray]:
+        """The training pictures, (h, w, 3) ``uint8``, and their classes."""
+        pictures, labels = read(fetch(folder), "train")
+        return widen(pictures), labels
 
     def make_pipeline(self, folder: Path) -> DiTPipeline:
         """The pipeline before the trainer sees it: its autoencoder is trained here."""
